@@ -1,4 +1,4 @@
-"""Drop-in modules: torch.nn's classes with the fused ops inside, and the way there and back for existing models."""
+"""Drop-in modules: torch.nn's classes on fastformer's fused ops, and the conversion of models in both directions."""
 
 from fastformer.nn.cache import KVCache
 from fastformer.nn.conversion import Conversion, Entry, convert, revert

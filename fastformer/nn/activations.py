@@ -1,4 +1,4 @@
-"""The activations of feed-forward networks: as names, as functions, and as the fused op calls those that it knows."""
+"""Activations of feed-forward networks: their names, their functions, and the names that the fused op accepts."""
 
 from collections.abc import Callable
 from typing import Any
@@ -10,22 +10,22 @@ from fastformer.functional.feed_forward.op import GATED, Activation, activate
 
 
 def gelu_tanh(x: Tensor) -> Tensor:
-    """Apply GELU by its tanh formula (Hendrycks and Gimpel 2016)."""
+    """Apply the tanh approximation of GELU (Hendrycks and Gimpel 2016)."""
     return activate(x, "gelu_tanh")
 
 
 def geglu(x: Tensor) -> Tensor:
-    """`[..., 2F]` = (gate, value) -> gelu(gate) * value (Shazeer 2020)."""
+    """Return gelu(gate) * value of `[..., 2F]` = (gate, value) (Shazeer 2020)."""
     return activate(x, "geglu")
 
 
 def swiglu(x: Tensor) -> Tensor:
-    """`[..., 2F]` = (gate, value) -> silu(gate) * value (Shazeer 2020)."""
+    """Return silu(gate) * value of `[..., 2F]` = (gate, value) (Shazeer 2020)."""
     return activate(x, "swiglu")
 
 
 def reglu(x: Tensor) -> Tensor:
-    """`[..., 2F]` = (gate, value) -> relu(gate) * value (Shazeer 2020)."""
+    """Return relu(gate) * value of `[..., 2F]` = (gate, value) (Shazeer 2020)."""
     return activate(x, "reglu")
 
 
@@ -49,15 +49,15 @@ FUSED: dict[Any, Activation] = {
 
 
 def is_gated(activation: object) -> bool:
-    """Whether an activation, a name or a function, halves the width."""
+    """Return whether an activation, a name or a function, is gated, so that it halves the width."""
     return activation in (*GATED, geglu, swiglu, reglu)
 
 
 def as_function(activation: Any) -> Callable[[Tensor], Tensor]:
-    """The function of a name; others are returned as they are.
+    """Return the function of an activation's name; return a function unchanged.
 
     Raises:
-        RuntimeError: there is none of this name.
+        RuntimeError: no activation has this name.
     """
     if isinstance(activation, str) and activation not in FUNCTIONS:
         raise RuntimeError(f"activation should be {'/'.join(FUNCTIONS)}, not {activation}")

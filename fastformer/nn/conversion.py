@@ -1,7 +1,7 @@
 """`convert` and `revert`: change the classes of the torch.nn modules of a model, in place.
 
-The drop-in classes add no state, so that a module changes with its class alone: parameters, hooks, tied weights, the
-optimiser's references and the names in the state dict stay.
+The drop-in classes add no state, so only the class of a module changes. Parameters, hooks, tied weights, references of
+optimisers and the names in the state dict stay.
 """
 
 from collections.abc import Iterator
@@ -11,19 +11,19 @@ import torch
 from torch import nn
 from torch.nn.utils import parametrize
 
-from fastformer.nn.modules import OURS
+from fastformer.nn.modules import DROP_INS
 from fastformer.nn.stacks import TransformerDecoder, TransformerEncoder
 
 ZEROED = (
-    "where a key padding mask is given, the padded rows of its output are 0 now, in training too, where torch computes "
-    "them; what reads them, such as a mean over all positions, changes: padding_free=False keeps torch's"
+    "with a key padding mask, padded rows of its output are now 0, in training too, where torch.nn computes values; "
+    "this changes, for example, a mean over all positions; padding_free=False keeps torch.nn's values"
 )
-_MARK = "_converted_from"  # in a converted module: its class before
+_MARK = "_converted_from"  # attribute of a converted module: its original class
 
 
 @dataclass(frozen=True)
 class Entry:
-    """One module of a model: its name there, its class before, and its class after or what is to be known of it."""
+    """One module in a report: its name in the model, its class before, and its new class or a reason."""
 
     name: str
     before: str
@@ -32,13 +32,13 @@ class Entry:
 
 @dataclass
 class Conversion:
-    """What `convert` or `revert` did; printed, one line a module.
+    """The report of `convert` or `revert`; prints one line a module.
 
     Attributes:
-        changed: modules that have another class now.
-        left: modules of torch's classes, or of subclasses, that keep their class, with the reason.
-        zeroed: changed stacks whose outputs are 0 at padding now, where torch computes something.
-        padded: stacks of fastformer that still work on padding, with the reason.
+        changed: modules whose class has changed.
+        left: modules of torch.nn's classes, or of subclasses, whose class has not changed, with the reason.
+        zeroed: changed stacks whose outputs are now 0 at padding, where torch.nn computes values.
+        padded: fastformer's stacks that still compute padding, with the reason.
     """
 
     changed: list[Entry] = field(default_factory=list)
@@ -60,25 +60,25 @@ class Conversion:
 
 
 def convert(model: nn.Module, *, padding_free: bool = True) -> Conversion:
-    """Let every torch.nn module in a model that fastformer has a version of run as that, in place.
+    """Change the torch.nn modules of a model to fastformer's drop-in classes, in place.
 
     Changed are LayerNorm, RMSNorm, MultiheadAttention, TransformerEncoderLayer, TransformerDecoderLayer,
-    TransformerEncoder, TransformerDecoder and Transformer. Left alone, with the reason in the report, is what may do
-    something else: subclasses, parametrised, quantised and scripted modules, and instances whose `forward` was
-    replaced. Hooks and tied weights stay as they are.
+    TransformerEncoder, TransformerDecoder and Transformer. Modules that may compute something else are not changed:
+    subclasses, parametrised, quantised and scripted modules, and instances whose `forward` was replaced. The report
+    gives the reason for each. Hooks and tied weights stay as they are.
 
     Args:
-        model: any module; itself included.
-        padding_free: whether stacks run batches with key padding masks without their padding. Their outputs are then
-            0 at padding, in training too; the report says so of each (`zeroed`). False keeps what torch computes there.
+        model: any module; it is changed too if it is of such a class.
+        padding_free: whether stacks run batches with key padding masks without their padding. Outputs of padding are
+            then 0, in training too; the report lists these stacks (`zeroed`). False keeps torch.nn's values there.
 
     Returns:
-        The report. Nothing is left to do with it: the model has changed.
+        The report. The model has changed in place, so the report can be ignored.
     """
     report = Conversion()
     for name, module in model.named_modules():
         kind = type(module)
-        new = OURS.get(kind)
+        new = DROP_INS.get(kind)
         reason = _reason(module) if new is None or "forward" in module.__dict__ else None
         if reason is not None:
             report.left.append(Entry(name, name_of(kind), reason))
@@ -99,22 +99,23 @@ def convert(model: nn.Module, *, padding_free: bool = True) -> Conversion:
 
 
 def revert(model: nn.Module) -> Conversion:
-    """Give every module that `convert` changed its class back, in place; return what was changed.
+    """Change every module that `convert` changed back to its original class, in place; return the report.
 
-    Left alone is what has got another class since, by a parametrisation or by FSDP2, or another forward in the
-    instance, until that is undone; and attention that was given what torch's has not, such as a window.
+    Not changed are modules that a parametrisation or FSDP2 has given another class since, or whose `forward` was
+    replaced in the instance: undo that first. Attention with options that torch.nn lacks, such as a window, is not
+    changed either.
     """
     report = Conversion()
     for name, module in model.named_modules():
         before = module.__dict__.get(_MARK)
         if before is None:
             continue
-        if type(module) not in OURS.values():
+        if type(module) not in DROP_INS.values():
             reason = "its class has changed since it was converted"
         elif "forward" in module.__dict__:
             reason = "its forward was replaced in the instance"
         elif getattr(module, "differs", False):
-            reason = "it has been given options that torch's has not"
+            reason = "it has options that torch.nn's class lacks"
         else:
             del module.__dict__[_MARK]
             report.changed.append(Entry(name, name_of(type(module)), name_of(before)))
@@ -126,17 +127,17 @@ def revert(model: nn.Module) -> Conversion:
 
 
 def name_of(cls: type) -> str:
-    """Return the name of a class in reports: `torch.nn.LayerNorm`, and others by their package."""
+    """Return the name of a class in reports: `torch.nn.LayerNorm`; outside torch.nn, package and class name."""
     package = cls.__module__.split(".")[0]
     return f"torch.nn.{cls.__name__}" if cls.__module__.startswith("torch.nn.") else f"{package}.{cls.__name__}"
 
 
 def _reason(module: nn.Module) -> str | None:
-    """Return why a module of torch's classes, or of a subclass, must keep its class; None of other modules."""
+    """Return why a module of torch.nn's classes, or of a subclass, must keep its class; None for other modules."""
     if isinstance(module, torch.jit.ScriptModule):
         original = getattr(module, "original_name", None)
-        return "scripted" if original in {cls.__name__ for cls in OURS} else None
-    if isinstance(module, tuple(OURS.values())) or not isinstance(module, tuple(OURS)):
+        return "scripted" if original in {cls.__name__ for cls in DROP_INS} else None
+    if isinstance(module, tuple(DROP_INS.values())) or not isinstance(module, tuple(DROP_INS)):
         return None
     if "forward" in module.__dict__:
         return "its forward was replaced in the instance"

@@ -1,9 +1,9 @@
-"""The fast paths of unmodified layers in inference on a CPU: cached steps of one token, and torch's op of a layer.
+"""Fast paths of unmodified layers in inference on a CPU: cached steps of one token, and torch's op for a whole layer.
 
-Both compute what `compose` of a layer computes. A cached step does little: at one row it reads each weight once. What
-ops ask about masks, modes and backends takes a seventh of the time (6 layers of width 512), so `one_token` is a few of
-torch's ops in a row. torch's op (`run_torchs_layer`) is for few tokens, and calls no overridden methods, adapters and
-hooks.
+Both compute the same as a layer's `compose`. A cached step is short: with one row it reads each weight once. The ops'
+checks of masks, modes and backends take a seventh of the time (6 layers of width 512). `one_token` calls a few of
+torch's ops without these checks. torch's op (`run_torchs_layer`) is for few tokens. It calls no overridden methods,
+adapters or hooks.
 
 Letters: R rows, D model width, H heads of queries, Hkv of keys and values, K head size.
 """
@@ -25,72 +25,75 @@ from fastformer.nn.modules import activation_name
 from fastformer.nn.projections import OUT_PROJECTIONS
 from fastformer.nn.rotary import Positions
 
-_ENCODER_PARTS = 8  # of an encoder layer
+_ENCODER_CHILDREN = 8  # of an unmodified encoder layer
 
 
 def runs_fast_path(x: Tensor, cache: Any) -> bool:
-    """Return whether a step with x `[R, t, D]` may take the fast path, as far as x, cache and modes say."""
+    """Return whether x `[R, t, D]`, the cache and the active modes allow the fast path for a step."""
     if type(x) is not Tensor or not x.is_cpu or x.shape[1] != 1 or not cache.rows:
         return False
     if x.dtype not in (torch.float32, torch.float64) or x.dtype != cache.layers[0].keys.dtype:
-        return False  # narrower numbers are added up in wider dtypes
+        return False  # the ops add up narrower dtypes in wider ones
     return not (watched() or autocasts(x) or runs_fused("attention", x))
 
 
 def has_fast_path(layer: Any) -> bool:
-    """Return whether a layer's parts are unmodified, without options that `one_token` does not know, and drop nothing.
+    """Return whether a layer is unmodified, has no options that `one_token` lacks, and applies no dropout.
 
     layer: of fastformer's classes, not of subclasses.
     """
-    own = layer._modules
-    if has_own_hooks(layer) or len(layer.plain_parts()) != len(own) - ("activation" in own):
+    modules = layer._modules
+    if has_own_hooks(layer) or len(layer.plain_parts()) != len(modules) - ("activation" in modules):
         return False
     for name in ("self_attn", "multihead_attn"):
-        attention = own.get(name)
+        attention = modules.get(name)
         if attention is not None:
-            others = len(attention._modules) > 1 or attention.has_sinks or attention.by_distance
-            if others or attention.softcap is not None or attention.training:
+            unsupported = len(attention._modules) > 1 or attention.has_sinks or attention.by_distance
+            if unsupported or attention.softcap is not None or attention.training:
                 return False
             if attention.bias_k is not None or attention.add_zero_attn:
                 return False
             out_proj = attention._modules["out_proj"]
             if not attention._qkv_same_embed_dim or type(out_proj) not in OUT_PROJECTIONS or has_own_hooks(out_proj):
                 return False
-    return not any(part.training for part in own.values() if type(part) is nn.Dropout)
+    return not any(child.training for child in modules.values() if type(child) is nn.Dropout)
 
 
-def one_token(layer: Any, x: Tensor, kept: LayerCache, write: KVWrite, cache: Any) -> Tensor:
-    """Run a layer on the new tokens of all rows: `[R, D]` -> `[R, D]`.
+def one_token(layer: Any, x: Tensor, layer_cache: LayerCache, write: KVWrite, cache: Any) -> Tensor:
+    """Run a layer on one new token of each row: `[R, D]` -> `[R, D]`.
 
     Args:
-        layer: with `has_fast_path`.
+        layer: for which `has_fast_path` is True.
         x: the tokens.
-        kept: what the layer keeps.
-        write: where the tokens go.
+        layer_cache: keys and values of the layer.
+        write: how the new keys and values are written.
         cache: the whole cache, of all layers.
     """
-    own = layer._modules
-    steps: list[Any] = [lambda x: _read(own["self_attn"], x, kept, write), lambda x: _feed_forward(layer, x)]
-    if "multihead_attn" in own:
-        steps.insert(1, lambda x: _look_up(own["multihead_attn"], x, kept, cache))
+    modules = layer._modules
+    steps: list[Any] = [
+        lambda x: _self_attention(modules["self_attn"], x, layer_cache, write),
+        lambda x: _feed_forward(layer, x),
+    ]
+    if "multihead_attn" in modules:
+        steps.insert(1, lambda x: _memory_attention(modules["multihead_attn"], x, layer_cache, cache))
     for number, step in enumerate(steps, start=1):
-        norm = own[f"norm{number}"]
+        norm = modules[f"norm{number}"]
         x = x + step(_norm(norm, x)) if layer.norm_first else _norm(norm, x + step(x))
     return x
 
 
 def _feed_forward(layer: Any, x: Tensor) -> Tensor:
-    own, activation = layer._modules, layer.activation
-    hidden, name = _linear(x, own["linear1"]), activation_name(activation)
+    modules, activation = layer._modules, layer.activation
+    hidden, name = _linear(x, modules["linear1"]), activation_name(activation)
     if name is None:
         hidden = activation(hidden)
     else:
         hidden = F.relu_(hidden) if name == "relu" else activate(hidden, name)
-    return _linear(hidden, own["linear2"])
+    return _linear(hidden, modules["linear2"])
 
 
-def _read(attention: Any, x: Tensor, kept: LayerCache, write: KVWrite) -> Tensor:
-    """Keep keys and values of x `[R, D]`; attend to all that its row has read."""
+def _self_attention(attention: Any, x: Tensor, layer_cache: LayerCache, write: KVWrite) -> Tensor:
+    """Write keys and values of x `[R, D]` into the cache; attend to all tokens of each row."""
     H, Hkv, K = attention.num_heads, attention.kv_heads, attention.head_dim
     weight, bias = _parameter(attention, "in_proj_weight"), _parameter(attention, "in_proj_bias")
     qkv = _product(x, weight, bias).view(x.shape[0], 1, H + 2 * Hkv, K)
@@ -99,13 +102,13 @@ def _read(attention: Any, x: Tensor, kept: LayerCache, write: KVWrite) -> Tensor
     else:
         qk, v = qkv.split_with_sizes([H + Hkv, Hkv], 2)
         q, k = attention.turn(qk, Positions(write.index, write.end)).split_with_sizes([H, Hkv], 2)
-    keys, values = write.write(kept, k, v)
+    keys, values = write.write(layer_cache, k, v)
     return _attend(attention, q, keys, values, write.mask(q))
 
 
-def _look_up(attention: Any, x: Tensor, kept: LayerCache, cache: Any) -> Tensor:
+def _memory_attention(attention: Any, x: Tensor, layer_cache: LayerCache, cache: Any) -> Tensor:
     """Attend from x `[R, D]` to the memory of each row's sentence."""
-    keys, values = kept.memory  # type: ignore[misc]
+    keys, values = layer_cache.memory  # type: ignore[misc]
     H, K = attention.num_heads, attention.head_dim
     weight, bias = _parameter(attention, "in_proj_weight")[: H * K], _parameter(attention, "in_proj_bias")
     q = _product(x, weight, None if bias is None else bias[: H * K]).view(keys.shape[0], cache.hypotheses, H, K)
@@ -134,40 +137,41 @@ def _norm(module: Any, x: Tensor) -> Tensor:
 
 
 def _parameter(module: nn.Module, name: str) -> Any:
-    own = module._parameters  # without `__getattr__`, which takes 0.4 us
-    return own[name] if name in own else getattr(module, name)
+    parameters = module._parameters  # not `__getattr__`, which takes 0.4 us
+    return parameters[name] if name in parameters else getattr(module, name)
 
 
 def torchs_activation(layer: Any) -> int:
-    """Return 1 for ReLU and 2 for GELU, as torch calls them; 0 where the layer is not what the op computes.
+    """Return torch's number of the activation, 1 for ReLU and 2 for GELU; 0 if torch's op does not compute this layer.
 
     layer: a `TransformerEncoderLayer`, not of a subclass.
     """
-    known = {"relu": 1, "gelu": 2}.get(activation_name(layer.activation) or "", 0)
-    own: Any = layer._modules
-    if not known or any(own[name].training for name in ("dropout", "dropout1", "dropout2")):
+    number = {"relu": 1, "gelu": 2}.get(activation_name(layer.activation) or "", 0)
+    modules: Any = layer._modules
+    if not number or any(modules[name].training for name in ("dropout", "dropout1", "dropout2")):
         return 0
-    if len(layer.plain_parts()) < _ENCODER_PARTS or not own["self_attn"].is_torchs_formula():
+    if len(layer.plain_parts()) < _ENCODER_CHILDREN or not modules["self_attn"].is_torchs_formula():
         return 0
-    parts = [own[name]._parameters for name in ("linear1", "linear2", "norm1", "norm2")]
-    return 0 if any(part.get(name) is None for part in parts for name in ("weight", "bias")) else known
+    parameters = [modules[name]._parameters for name in ("linear1", "linear2", "norm1", "norm2")]
+    return 0 if any(x.get(name) is None for x in parameters for name in ("weight", "bias")) else number
 
 
 def run_torchs_layer(layer: Any, src: Tensor) -> Tensor | None:
-    """Run the op on src `[B, S, D]`; None where it does not compute what the layer does."""
-    own: Any = layer._modules
-    attention, norms = own["self_attn"], (own["norm1"], own["norm2"])
-    known = layer.activation_relu_or_gelu
-    if src.dim() != 3 or not known or not attention.batch_first or attention.num_heads % 2:
+    """Run torch's op for a whole layer on src `[B, S, D]`; return None if it does not compute this layer."""
+    modules: Any = layer._modules
+    attention, norms = modules["self_attn"], (modules["norm1"], modules["norm2"])
+    activation = layer.activation_relu_or_gelu
+    if src.dim() != 3 or not activation or not attention.batch_first or attention.num_heads % 2:
         return None
     if attention.training or norms[0].eps != norms[1].eps or attention.in_proj_bias is None:
         return None
-    linears = attention.out_proj, own["linear1"], own["linear2"]
-    attends = attention.in_proj_weight, attention.in_proj_bias, linears[0].weight, linears[0].bias
-    others = [x for part in (*norms, *linears[1:]) for x in (part.weight, part.bias)]
-    if any(type(x) is not nn.Parameter or x.dtype is not src.dtype for x in (*attends, *others)):
+    linears = attention.out_proj, modules["linear1"], modules["linear2"]
+    attention_parameters = attention.in_proj_weight, attention.in_proj_bias, linears[0].weight, linears[0].bias
+    other_parameters = [x for module in (*norms, *linears[1:]) for x in (module.weight, module.bias)]
+    parameters = *attention_parameters, *other_parameters
+    if any(type(x) is not nn.Parameter or x.dtype is not src.dtype for x in parameters):
         return None
     sizes = attention.embed_dim, attention.num_heads
     return torch._transformer_encoder_layer_fwd(
-        src, *sizes, *attends, known == 2, layer.norm_first, norms[0].eps, *others
+        src, *sizes, *attention_parameters, activation == 2, layer.norm_first, norms[0].eps, *other_parameters
     )

@@ -26,11 +26,11 @@ class Stack(nn.Module):
     """The base class of encoder and decoder stacks.
 
     Attributes:
-        padding_free: whether batches with a key padding mask run without their padding, whose rows come out as 0. Set
-            it on a stack, or on the class for all of them; `forward` takes it for one call. NaN and inf in padding then
-            change nothing else, also where the batch runs padded; with False they spread within their sequence and into
-            gradients of parameters, as in torch.
-        checkpoint_activations: whether only the input of each layer is kept for backward, which computes the layer
+        padding_free: whether batches with a key padding mask run without their padding; padded rows of the output are
+            then 0. Set it on a stack, or on the class for all stacks; `forward` overrides it for one call. NaN and inf
+            in padding then change no other value, also if the batch runs padded. With False they spread within their
+            sequence and into gradients of parameters, as in torch.
+        checkpoint_activations: whether only the input of each layer is stored for backward, which computes the layer
             again: the same bits, with less memory.
     """
 
@@ -43,22 +43,22 @@ class Stack(nn.Module):
 
     @property
     def _called_padded(self) -> bool | None:
-        """The order of dimensions where `packed` must call the stack with a padded batch; None where it need not.
+        """The batch_first with which `packed` must call the stack on a padded batch; None if it runs packed.
 
-        Where the layers do not say the order, the batch is first.
+        It is True if the layers do not state the order of dimensions.
         """
-        found = inspect_stack(self)
-        if found.called is None and not has_own_hooks(self):
+        inspection = inspect_stack(self)
+        if inspection.called is None and not has_own_hooks(self):
             return None
-        return True if found.batch_first is None else found.batch_first
+        return True if inspection.batch_first is None else inspection.batch_first
 
     def zeroes(self, padding_free: bool | None) -> bool:
-        """Return whether padding is to be skipped, and its rows to be 0; padding_free: overrules the attribute."""
+        """Return whether to skip padding and set its rows to 0; padding_free: overrides the attribute."""
         return self.padding_free if padding_free is None else padding_free
 
-    def skips(self, found: Inspection, padding_free: bool | None, *masks: Tensor | None) -> bool:
-        """Return whether there is padding to skip, and nothing against skipping it."""
-        if found.obstacle is not None or not (self.padding_free if padding_free is None else padding_free):
+    def skips(self, inspection: Inspection, padding_free: bool | None, *masks: Tensor | None) -> bool:
+        """Return whether a batch with these key padding masks can run without its padding."""
+        if inspection.obstacle is not None or not (self.padding_free if padding_free is None else padding_free):
             return False
         for mask in masks:
             if mask is not None and not (isinstance(mask, Tensor) and has_values(mask)):
@@ -66,11 +66,11 @@ class Stack(nn.Module):
         return masks[0] is not None or masks[-1] is not None
 
     def run_layer(self, layer: Callable[..., Tensor], *arguments: Any, **options: Any) -> Tensor:
-        """Call a layer as `checkpoint_activations` says."""
+        """Call a layer, with activation checkpointing if `checkpoint_activations` is set."""
         if self.checkpoint_activations and torch.is_grad_enabled():
-            # All by position, which are kept the way autograd keeps tensors: it notices a mask that changes.
-            called = _with_names, layer, tuple(options), *arguments, *options.values()
-            return checkpoint(*called, use_reentrant=False)  # type: ignore[no-any-return]
+            # Positional tensors are saved as autograd saves tensors, which detects a mask that changes.
+            call = _with_names, layer, tuple(options), *arguments, *options.values()
+            return checkpoint(*call, use_reentrant=False)  # type: ignore[no-any-return]
         return layer(*arguments, **options)
 
     def _run_packed(self, tokens: Tensor, *arguments: Any) -> Tensor:
@@ -83,7 +83,7 @@ class Stack(nn.Module):
         )
 
     def _call_packed(self, layer: Any, x: Tensor, *arguments: Any) -> Tensor:
-        """Run a layer on packed sequences; a sharded one gathers its parameters where it is called."""
+        """Run a layer on packed sequences; a sharded layer is called, because its hooks gather the parameters."""
         if not is_sharded(layer):
             return self.run_layer(_compose_packed, layer, x, *arguments)
         memory = arguments[1:2] if isinstance(layer, TransformerDecoderLayer) else ()
@@ -100,8 +100,8 @@ class Stack(nn.Module):
 
         Args:
             x: the input of the first layer.
-            attentions: return what `compose` of a layer takes besides, by its index and itself.
-            call: runs a layer that cannot be composed here: of another class, or with an input that alone is kept.
+            attentions: returns the attention callables for `compose`, from a layer's index and the layer.
+            call: runs a layer that is not composed here: of another class, or with activation checkpointing.
         """
         layers: Any = self.layers
         norm: Any = self.norm
@@ -116,10 +116,10 @@ class Stack(nn.Module):
             return carried if norm is None else norm(carried)
         return carried.add() if norm is None else carried.norm(norm, plain(norm, *NORMS))[0]
 
-    def _weigh(self, x: Tensor, *masks: Any) -> tuple[Any, ...]:
-        """Run the layers on a padded batch, then the norm; with the weights of all layers, `[layers, B, H, T, S]`.
+    def _run_with_weights(self, x: Tensor, *masks: Any) -> tuple[Any, ...]:
+        """Run the layers on a padded batch, then the norm; also return all weights, `[layers, B, H, T, S]`.
 
-        masks: what `padded_attentions` of a layer takes.
+        masks: the arguments of a layer's `padded_attentions`.
         """
         if x.is_nested:
             raise ValueError("need_weights takes padded batches, not nested tensors")
@@ -130,29 +130,29 @@ class Stack(nn.Module):
             lambda _, layer: layer.padded_attentions(*masks, weights=weights),
             lambda _, layer, x: layer.compose(x, *layer.padded_attentions(*masks, weights=weights)),
         )
-        return out, *(torch.stack(found) for found in weights if found)
+        return out, *(torch.stack(of_layers) for of_layers in weights if of_layers)
 
     @torch.no_grad()
     def step(self, x: Tensor, cache: KVCache, lengths: Tensor | Layout | None = None) -> Tensor:
-        """Read the next tokens of each row: what `forward` gives at their positions, from left to right.
+        """Run the next tokens of each row, from left to right: return the outputs of `forward` at their positions.
 
-        Call `.eval()` before, or dropout takes part.
+        Call `.eval()` before, because dropout applies in training mode.
 
         Args:
             x: `[R, t, D]`, or `[t, R, D]` where the layers are not batch_first; packed `[T, D]` with a layout.
-            cache: from `new_cache` of this stack, or of the stack that this one was copied from afterwards; holds the
-                tokens too, afterwards.
-            lengths: int64 `[R]`, on the CPU: how many of the t tokens of each row are real, the others being padding
-                behind them, whose outputs are 0; 0 is allowed. Or the layout of packed tokens. None: all t.
+            cache: from `new_cache` of this stack, or of the stack that this one was copied from afterwards; the new
+                tokens are added to it.
+            lengths: int64 `[R]`, on the CPU: how many of the t tokens of each row are real; 0 is allowed. The rest is
+                padding behind them, whose outputs are 0. Or the layout of packed tokens. None: all t are real.
 
         Returns:
-            As x. No gradients are kept.
+            The outputs, of the shape of x, without gradients.
 
         Raises:
-            ValueError: x or lengths do not fit the cache, or the cache the stack, or a row would be longer than its
-                `longest`. The cache is as it was.
-            RuntimeError: a layer, or attention in it, has come to have hooks or another class. At all other parts
-                `new_cache` alone looks: one that is replaced later must see each token alone.
+            ValueError: x or lengths do not fit the cache, the cache does not fit the stack, or a row would exceed
+                `longest`. The cache is then unchanged.
+            RuntimeError: since `new_cache`, a layer or attention got hooks or another class. Other modules are only
+                checked by `new_cache`: a later replacement must treat each token alone.
         """
         if len(cache.layers) != len(self.layers):  # type: ignore[arg-type]
             raise ValueError(f"the cache is of another stack: it has {len(cache.layers)} layers")
@@ -171,8 +171,8 @@ class Stack(nn.Module):
         out: Tensor
         if fast:
             rows = tokens[:, 0]
-            for layer, kept in zip(layers, cache.layers, strict=True):
-                rows = one_token(layer, rows, kept, write, cache)
+            for layer, layer_cache in zip(layers, cache.layers, strict=True):
+                rows = one_token(layer, rows, layer_cache, write, cache)
             out = rows[:, None] if self.norm is None else self.norm(rows[:, None])  # type: ignore[operator]
         else:
             out = self._run(
@@ -191,6 +191,6 @@ def _compose_packed(layer: Any, x: Tensor, *arguments: Any) -> Tensor:
 
 
 def _with_names(layer: Callable[..., Tensor], names: tuple[str, ...], *values: Any) -> Tensor:
-    """Call a layer with values of which the last have these names."""
+    """Call a layer; the last values are keyword arguments with these names."""
     first = len(values) - len(names)
     return layer(*values[:first], **dict(zip(names, values[first:], strict=True)))

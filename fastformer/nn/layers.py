@@ -1,9 +1,9 @@
 """Drop-in Transformer layers: torch.nn's classes on fastformer's modules and ops.
 
-A layer runs in two forms. Where its attention was replaced or has hooks, or a subclass has a block of its own, torch's
-own `forward` runs, which calls every part. Else `compose` runs: one formula over attention callables, for padded
+A layer runs in two forms. If its attention was replaced or has hooks, or a subclass overrides a block, torch's own
+`forward` runs and calls every module. Otherwise `compose` runs: one formula over attention callables, for padded
 batches (`padded_attentions`), packed sequences (`packed_attentions`) and cached steps. Constructors run torch's own, so
-initial values under a seed are torch's, then take over what it made.
+initial values under a seed are torch's, and then change the classes of the children.
 
 Letters: B batch, H heads, T targets, S sources, D model width.
 """
@@ -27,7 +27,7 @@ from fastformer.nn.sublayers import NORMS, Attention, DeferredResidual, norm_of,
 from fastformer.packing import Layout, offsets_of
 
 BLOCKS = ("_sa_block", "_mha_block", "_ff_block")
-# The classes of the parts that ops work with past their calls.
+# The classes of children that ops may replace, so that the children are not called.
 PARTS: dict[str, tuple[type[nn.Module], ...]] = {
     "self_attn": (MultiheadAttention,),
     "multihead_attn": (MultiheadAttention,),
@@ -41,8 +41,8 @@ class _Layer(nn.Module):
     """The base class of encoder and decoder layers.
 
     Attributes:
-        own_blocks: whether a subclass has another `_sa_block`, `_mha_block` or `_ff_block`.
-        runs_packed: whether packed sequences may go past `forward`: it has no own blocks and no own `forward`.
+        own_blocks: whether a subclass overrides `_sa_block`, `_mha_block` or `_ff_block`.
+        runs_packed: whether packed sequences may bypass `forward`: no subclass overrides a block or `forward`.
     """
 
     own_blocks = False
@@ -88,23 +88,23 @@ class _Layer(nn.Module):
         self._take_options(nhead, options)
 
     def _take_options(self, heads: int, options: LayerOptions) -> None:
-        """Replace parts that torch's constructor made by those that the options ask for."""
-        own: dict[str, Any] = self._modules
-        first = own["linear1"]
+        """Replace children that torch's constructor created by those that the options ask for."""
+        modules: dict[str, Any] = self._modules
+        first = modules["linear1"]
         bias, factory = first.bias is not None, {"device": first.weight.device, "dtype": first.weight.dtype}
         if is_gated(self.activation):
-            own["linear1"] = nn.Linear(first.in_features, 2 * first.out_features, bias, **factory)
+            modules["linear1"] = nn.Linear(first.in_features, 2 * first.out_features, bias, **factory)
         if not options:
             return
         check_options(options, LayerOptions)
         for name in ("self_attn", "multihead_attn"):
-            if name in own:
-                old, given = own[name], attention_options(options, cross=name == "multihead_attn")
+            if name in modules:
+                old, keywords = modules[name], attention_options(options, cross=name == "multihead_attn")
                 arguments = {"bias": bias, "batch_first": old.batch_first, **factory}
-                own[name] = MultiheadAttention(old.embed_dim, heads, old.dropout, **arguments, **given)
+                modules[name] = MultiheadAttention(old.embed_dim, heads, old.dropout, **arguments, **keywords)
         for name in ("norm1", "norm2", "norm3"):
-            if name in own and "norm" in options:
-                own[name] = make_norm(options["norm"], first.in_features, own[name].eps, bias, factory)
+            if name in modules and "norm" in options:
+                modules[name] = make_norm(options["norm"], first.in_features, modules[name].eps, bias, factory)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         # torch's own turns an activation that is a module into ReLU on deepcopy and pickle.
@@ -115,53 +115,54 @@ class _Layer(nn.Module):
     @property
     def attentions(self) -> tuple[nn.Module, ...]:
         """The attention modules, or what took their place."""
-        own: dict[str, Any] = self._modules
-        return tuple(own[name] for name in ("self_attn", "multihead_attn") if name in own)
+        modules: dict[str, Any] = self._modules
+        return tuple(modules[name] for name in ("self_attn", "multihead_attn") if name in modules)
 
     def compose(self, x: Tensor, *attentions: Attention) -> Tensor:
         """Compute the layer.
 
         Args:
             x: `[..., D]`.
-            attentions: one for each attention of the layer, in their order.
+            attentions: a callable for each attention of the layer, in their order.
 
         Raises:
-            RuntimeError: the layer has an own block, which only `forward` calls.
+            RuntimeError: the layer overrides a block, which only `forward` calls.
         """
         if self.norm_first:
             return self.carry(x, *attentions).add()
-        own: dict[str, Any] = self._modules
-        parts = self.plain_parts()
+        modules: dict[str, Any] = self._modules
+        unmodified = self.plain_parts()
         for number, attend in enumerate((*attentions, None), start=1):
             norm, dropout = f"norm{number}", f"dropout{number}"
-            out = self._feed_forward(x, parts) if attend is None else attend(x)
-            x, _ = DeferredResidual(out, x, own[dropout], dropout in parts).norm(own[norm], norm in parts)
+            out = self._feed_forward(x, unmodified) if attend is None else attend(x)
+            deferred = DeferredResidual(out, x, modules[dropout], dropout in unmodified)
+            x, _ = deferred.norm(modules[norm], norm in unmodified)
         return x
 
     def carry(self, x: Tensor | DeferredResidual, *attentions: Attention) -> DeferredResidual:
-        """Compute a layer with `norm_first` but for its last sum, which the next norm adds; as `compose`."""
-        own: dict[str, Any] = self._modules
-        parts = self.plain_parts()
+        """Compute a layer with `norm_first` up to its last sum, which the next norm adds; arguments as of `compose`."""
+        modules: dict[str, Any] = self._modules
+        unmodified = self.plain_parts()
         readers = "self_attn", *(["multihead_attn"] if len(attentions) > 1 else []), "linear1"
         for number, reader in enumerate(readers, start=1):
-            # A norm that a plain product alone reads is written as autocast has the product read it.
-            dtype = product_dtype(x) if reader in parts else None
+            # A norm that only an unmodified product reads is written in the dtype in which autocast has it read.
+            dtype = product_dtype(x) if reader in unmodified else None
             norm, dropout = f"norm{number}", f"dropout{number}"
-            h, x = norm_of(x, own[norm], norm in parts, dtype)
-            out = self._feed_forward(h, parts) if reader == "linear1" else attentions[number - 1](h)
-            x = DeferredResidual(out, x, own[dropout], dropout in parts)
+            h, x = norm_of(x, modules[norm], norm in unmodified, dtype)
+            out = self._feed_forward(h, unmodified) if reader == "linear1" else attentions[number - 1](h)
+            x = DeferredResidual(out, x, modules[dropout], dropout in unmodified)
         return x  # type: ignore[return-value]
 
     def plain_parts(self) -> set[str]:
-        """Return the names of the parts that an op may replace: asked once a call, and not again for each part."""
+        """Return the names of the children that an op may replace; called once in each call of the layer."""
         if self.own_blocks:
-            raise RuntimeError(f"{type(self).__name__} overrides a block of its layer; only forward calls that")
+            raise RuntimeError(f"{type(self).__name__} overrides a block, which only forward calls: call the layer")
         return plain_parts(self, PARTS)
 
-    def _feed_forward(self, x: Tensor, parts: set[str]) -> Tensor:
-        own: Any = self._modules
-        first, dropout, second = own["linear1"], own["dropout"], own["linear2"]
-        name = activation_name(self.activation) if parts.issuperset(("linear1", "dropout", "linear2")) else None
+    def _feed_forward(self, x: Tensor, unmodified: set[str]) -> Tensor:
+        modules: Any = self._modules
+        first, dropout, second = modules["linear1"], modules["dropout"], modules["linear2"]
+        name = activation_name(self.activation) if unmodified.issuperset(("linear1", "dropout", "linear2")) else None
         if name is None:
             return second(dropout(self.activation(first(x))))  # type: ignore[no-any-return]
         weights = first.weight, first.bias, second.weight, second.bias
@@ -172,24 +173,24 @@ class _Layer(nn.Module):
 class TransformerEncoderLayer(_Layer, nn.TransformerEncoderLayer):
     """torch.nn.TransformerEncoderLayer on fastformer's ops (Vaswani et al. 2017, section 3.1).
 
-    Constructor, parameters, masks (True = ignore) and exceptions are torch's; `activation` knows "silu", "gelu_tanh",
-    "geglu", "swiglu" and "reglu", too. Keywords behind torch's are those of `LayerOptions`. A subclass that overrides
-    `_sa_block` or `_ff_block` runs torch's `forward`, which calls them.
+    Constructor, parameters, masks (True = ignore) and exceptions are torch's. `activation` may also be "silu",
+    "gelu_tanh", "geglu", "swiglu" or "reglu". Additional keywords are those of `LayerOptions`. A subclass that
+    overrides `_sa_block` or `_ff_block` runs torch's `forward`, which calls them.
     """
 
     self_attn: MultiheadAttention
 
     @property
     def activation_relu_or_gelu(self) -> int:
-        """Open torch's fast path in inference, 1 for ReLU and 2 for GELU, only where it computes what the layer does.
+        """1 for ReLU and 2 for GELU where torch's inference fast path computes the same as the layer; else 0.
 
-        torch reads it in its layer and in its stack. It calls no parts: not overridden methods, adapters and hooks.
+        torch's layer and stack take that fast path if this is not 0. It calls no overridden methods, adapters or hooks.
         """
         return torchs_activation(self) if type(self) is TransformerEncoderLayer else 0
 
     @activation_relu_or_gelu.setter
     def activation_relu_or_gelu(self, value: int) -> None:
-        self.__dict__["activation_relu_or_gelu"] = value  # for the day that the layer is reverted
+        self.__dict__["activation_relu_or_gelu"] = value  # torch's class reads it after `revert`
 
     def forward(
         self,
@@ -201,11 +202,11 @@ class TransformerEncoderLayer(_Layer, nn.TransformerEncoderLayer):
         """Encode `[S, B, D]`, `[B, S, D]` if batch_first, or unbatched `[S, D]`.
 
         Arguments are torch's; masks are bool (True = ignore) or additive. `is_causal` states that src_mask is the
-        causal mask, which need not be given.
+        causal mask, which may then be omitted.
         """
-        given: Any = src_mask
-        if callable(given):  # by a stack, within the call in which a sharded layer gathers its parameters
-            return given(self, src)  # type: ignore[no-any-return]
+        run: Any = src_mask
+        if callable(run):  # a stack passes it, to run inside the call in which a sharded layer gathers its parameters
+            return run(self, src)  # type: ignore[no-any-return]
         check_types(("src",), src)
         check_masks(("src_mask", "src_key_padding_mask"), src_mask, src_key_padding_mask)
         if src_mask is None and src_key_padding_mask is None and not is_causal and runs_as_torch(src):
@@ -219,13 +220,13 @@ class TransformerEncoderLayer(_Layer, nn.TransformerEncoderLayer):
     def padded_attentions(
         self, own_masks: tuple[Any, Any, Any], weights: list[list[Tensor]] | None = None
     ) -> tuple[Attention, ...]:
-        """Return what `compose` takes for padded batches; arguments as in the decoder's layer."""
+        """Return the attention callables for padded batches; arguments as in the decoder's layer."""
         return (padded_call(self.self_attn, None, *own_masks, None if weights is None else weights[0]),)
 
     def packed_attentions(
         self, layout: Layout, causal: bool = False, src_mask: Tensor | None = None
     ) -> tuple[Attention, ...]:
-        """Return what `compose` takes for packed sequences; src_mask as in forward, over layout.columns."""
+        """Return the attention callables for packed sequences; src_mask as in forward, over layout.columns."""
         return (lambda x: self.self_attn.packed(x, layout, causal=causal, attn_mask=src_mask),)
 
 
@@ -233,7 +234,7 @@ class TransformerEncoderLayer(_Layer, nn.TransformerEncoderLayer):
 class TransformerDecoderLayer(_Layer, nn.TransformerDecoderLayer):
     """torch.nn.TransformerDecoderLayer on fastformer's ops (Vaswani et al. 2017, section 3.1).
 
-    Constructor, parameters, masks (True = ignore) and exceptions are torch's; activations and keywords as of the
+    Constructor, parameters, masks (True = ignore) and exceptions are torch's; activations and keywords are those of the
     encoder's layer. A subclass that overrides `_sa_block`, `_mha_block` or `_ff_block` runs torch's `forward`, which
     calls them.
     """
@@ -255,13 +256,13 @@ class TransformerDecoderLayer(_Layer, nn.TransformerDecoderLayer):
         """Decode `[T, B, D]`, `[B, T, D]` if batch_first, or unbatched `[T, D]`, with a memory of S positions.
 
         Arguments are torch's; masks are bool (True = ignore) or additive. `tgt_is_causal` states that tgt_mask is the
-        causal mask, which need not be given, and `memory_is_causal` the same of memory_mask.
+        causal mask, which may then be omitted; `memory_is_causal` states the same of memory_mask.
         """
-        given: Any = tgt_mask
-        if callable(given):  # as in the encoder's layer
-            return given(self, tgt, memory)  # type: ignore[no-any-return]
+        run: Any = tgt_mask
+        if callable(run):  # as in the encoder's layer
+            return run(self, tgt, memory)  # type: ignore[no-any-return]
         masks = tgt_mask, memory_mask, tgt_key_padding_mask, memory_key_padding_mask
-        if self.own_blocks:  # which may take another memory
+        if self.own_blocks:  # the block may take another kind of memory
             return nn.TransformerDecoderLayer.forward(self, tgt, memory, *masks, tgt_is_causal, memory_is_causal)
         check_types(("tgt", "memory"), tgt, memory)
         check_masks(("tgt_mask", "memory_mask", "tgt_key_padding_mask", "memory_key_padding_mask"), *masks)
@@ -278,8 +279,8 @@ class TransformerDecoderLayer(_Layer, nn.TransformerDecoderLayer):
         tgt_mask: Tensor | None = None,
         memory_mask: Tensor | None = None,
     ) -> tuple[Attention, ...]:
-        """Return what `compose` takes for packed sequences; masks as in forward, over the columns of the layouts."""
-        offsets_of("memory_layout", memory_layout)  # without these two, attention would be to the tokens themselves
+        """Return the attention callables for packed sequences; masks as in forward, over the layouts' columns."""
+        offsets_of("memory_layout", memory_layout)  # with None, attention would be to the tokens themselves
         check_types(("memory",), memory)
         return (
             lambda x: self.self_attn.packed(x, layout, causal=causal, attn_mask=tgt_mask),
@@ -293,16 +294,16 @@ class TransformerDecoderLayer(_Layer, nn.TransformerDecoderLayer):
         memory_masks: tuple[Any, Any, Any],
         weights: list[list[Tensor]] | None = None,
     ) -> tuple[Attention, ...]:
-        """Return what `compose` takes for padded batches.
+        """Return the attention callables for padded batches.
 
         Args:
             memory: the encoder's output.
             own_masks: mask, key padding mask and causal hint of self-attention.
-            memory_masks: those of attention to the memory.
-            weights: get the weights of each attention, `[B, H, T, S]`.
+            memory_masks: mask, key padding mask and causal hint of attention to the memory.
+            weights: two lists, to which the weights of each attention are appended, `[B, H, T, S]`.
         """
-        kept = (None, None) if weights is None else weights
+        self_weights, memory_weights = (None, None) if weights is None else weights
         return (
-            padded_call(self.self_attn, None, *own_masks, kept[0]),
-            padded_call(self.multihead_attn, memory, *memory_masks, kept[1]),
+            padded_call(self.self_attn, None, *own_masks, self_weights),
+            padded_call(self.multihead_attn, memory, *memory_masks, memory_weights),
         )

@@ -1,8 +1,8 @@
 """Drop-in modules: torch.nn's classes with the ops of `fastformer.functional` inside.
 
 Each subclasses its torch.nn original and overrides `forward` only, so constructor, initial values, `state_dict` keys
-and repr are torch's own, and checkpoints load both ways. They add no state, so a torch module becomes ours, and torch's
-again, by a change of its class (`take_over`).
+and repr are torch's own, and checkpoints load both ways. They add no state, so changing the class of a module converts
+it (`take_over`), in both directions.
 
 Letters: B batch, H heads, T queries, S keys, D model width, K head size, F feed-forward width, V vocabulary.
 """
@@ -33,19 +33,19 @@ _FEED_FORWARD: dict[str, tuple[type[nn.Module], ...]] = {
 M = TypeVar("M", bound=nn.Module)
 T = TypeVar("T", bound=Callable[..., Any])
 
-OURS: dict[type[nn.Module], type[nn.Module]] = {}  # torch's class -> our drop-in subclass
+DROP_INS: dict[type[nn.Module], type[nn.Module]] = {}  # torch.nn's class -> drop-in subclass
 
 
 def drop_in(cls: type[M]) -> type[M]:
-    """Register a class as ours for the class of torch.nn of the same name."""
-    OURS[getattr(nn, cls.__name__)] = cls
+    """Register a class as the drop-in for the torch.nn class of the same name."""
+    DROP_INS[getattr(nn, cls.__name__)] = cls
     return cls
 
 
 def runs_as_torch(x: Tensor) -> bool:
     """Return whether torch's own `forward` is faster: for few tokens in inference, on a CPU, without kernels.
 
-    torch's fused ops for inference keep all scores, so they are not for many tokens.
+    torch's fused ops for inference store all scores, so they are not used for many tokens.
     """
     if torch.is_grad_enabled() or not is_torchs(x, None) or x.is_nested:
         return False
@@ -53,49 +53,50 @@ def runs_as_torch(x: Tensor) -> bool:
 
 
 def take_over(module: nn.Module) -> None:
-    """Make a module of torch.nn, and the layers and parts that it is made of, ours: the class changes, nothing else.
+    """Change the classes of a torch.nn module, its layers and their children to the drop-in classes, in place.
 
-    Only torch's own classes are recognised, not subclasses, whose `forward` may differ.
+    Only torch's own classes are changed, not subclasses, whose `forward` may differ.
     """
-    if type(module) in OURS:
-        module.__class__ = OURS[type(module)]
-    if isinstance(module, (nn.ModuleList, *OURS)):
-        for part in module.children():
-            take_over(part)
+    if type(module) in DROP_INS:
+        module.__class__ = DROP_INS[type(module)]
+    if isinstance(module, (nn.ModuleList, *DROP_INS)):
+        for child in module.children():
+            take_over(child)
 
 
 def twin(module: nn.Module) -> nn.Module:
-    """Return our version of a layer or a part of torch.nn around the same parameters; the original stays as it is."""
-    if type(module) not in OURS:
+    """Return the drop-in version of a torch.nn module with the same parameters; the original does not change."""
+    if type(module) not in DROP_INS:
         return module
-    ours = _share(module)
-    parts = {part: _share(part) for part in ours.children() if type(part) in OURS}
-    for name, part in ours._modules.items():
-        if part in parts:  # one part under two names stays one
-            ours._modules[name] = parts[part]
-    take_over(ours)
-    return ours
+    copy = _share(module)
+    copies = {child: _share(child) for child in copy.children() if type(child) in DROP_INS}
+    for name, child in copy._modules.items():
+        if child in copies:  # a child under two names stays one module
+            copy._modules[name] = copies[child]
+    take_over(copy)
+    return copy
 
 
 def _share(module: nn.Module) -> nn.Module:
-    """Return another module of the same class with the parameters, submodules and settings of `module` itself."""
+    """Return another module of the same class that shares the parameters, submodules and settings of `module`."""
     other = module.__class__.__new__(module.__class__)
-    # The containers are copied, so that what is replaced in one stays in the other.
+    # The dicts are copied, so that replacing an entry of one module does not change the other.
     other.__dict__.update({k: v.copy() if isinstance(v, dict) else v for k, v in module.__dict__.items()})
     return other
 
 
 def token_wise(part: T) -> T:
-    """Declare that a class of modules, or a function, treats each token alone; usable as a decorator. Returns it.
+    """Declare that a module class or a function treats each token alone, and return it; usable as a decorator.
 
-    Stacks with such parts then run without padding and decode with a cache: a part gets `[T, D]` in place of
-    `[B, L, D]`. A linear layer with an adapter is token-wise, a convolution over positions is not. Nothing checks it.
+    Stacks with such modules then run without padding and decode with a cache: the module gets `[T, D]` in place of
+    `[B, L, D]`. A linear layer with an adapter is token-wise, a convolution over positions is not. The declaration is
+    not checked.
 
     Args:
-        part: a subclass of nn.Module, itself and not its subclasses; or an activation function, hashable.
+        part: a subclass of nn.Module, without its own subclasses; or a hashable activation function.
 
     Raises:
-        TypeError: it is neither.
+        TypeError: part is neither.
     """
     of_modules = isinstance(part, type) and issubclass(part, nn.Module)
     if not (of_modules or (callable(part) and not isinstance(part, type | nn.Module))):
@@ -108,7 +109,7 @@ def token_wise(part: T) -> T:
 
 
 def activation_name(activation: Callable[[Tensor], Tensor]) -> Activation | None:
-    """Recognise the activations that `functional.feed_forward` knows."""
+    """Return the name of an activation in `functional.feed_forward`; None if it has none there."""
     if isinstance(activation, FunctionType | BuiltinFunctionType):
         return FUSED.get(activation)
     if not isinstance(activation, nn.Module) or not plain(activation, nn.ReLU, nn.GELU):
@@ -119,22 +120,22 @@ def activation_name(activation: Callable[[Tensor], Tensor]) -> Activation | None
 
 
 def cast_parameters(model: nn.Module) -> list[Tensor]:
-    """Return the fp32 parameters that our modules cast to the dtype of autocast; none where a model has none of ours.
+    """Return the fp32 parameters that autocast casts in a model with fastformer's modules; none without such modules.
 
-    What they do not cast of these, such as those of a linear layer that is called as torch calls it, torch casts too.
+    fastformer's modules cast most of them; torch casts the rest, such as those of a linear layer that is called.
     """
     owners = [module for module in model.modules() if isinstance(module, nn.Linear | nn.MultiheadAttention)]
-    if not any(isinstance(module, (*OURS.values(), FeedForward)) for module in model.modules()):
+    if not any(isinstance(module, (*DROP_INS.values(), FeedForward)) for module in model.modules()):
         return []
-    found = {id(p): p for module in owners for p in module.parameters(recurse=False) if p.dtype == torch.float32}
-    return list(found.values())
+    unique = {id(p): p for module in owners for p in module.parameters(recurse=False) if p.dtype == torch.float32}
+    return list(unique.values())
 
 
 @drop_in
 class LayerNorm(nn.LayerNorm):
     """torch.nn.LayerNorm on `fastformer.functional.layer_norm` (Ba et al. 2016).
 
-    Also takes weights of a narrower dtype than the input, which torch refuses: FSDP2 gathers them in 16 bits.
+    Also accepts weights of a narrower dtype than the input, unlike torch, because FSDP2 gathers them in 16 bits.
     """
 
     def forward(self, input: Tensor) -> Tensor:
@@ -161,7 +162,7 @@ TOKEN_WISE.update((LayerNorm, RMSNorm, gelu_tanh, geglu, swiglu, reglu))
 
 
 def make_norm(kind: str, width: int, eps: float, bias: bool, factory: dict[str, Any]) -> nn.Module:
-    """Return a norm over `width` numbers, "layer" or "rms"; bias: of a layer norm."""
+    """Return a norm over `width` numbers, "layer" or "rms"; bias: whether a layer norm has one."""
     return RMSNorm(width, eps, **factory) if kind == "rms" else LayerNorm(width, eps, bias=bias, **factory)
 
 
@@ -173,8 +174,8 @@ class FeedForward(nn.Module):
         dim_feedforward: F, width of the hidden activations.
         dropout: of the hidden activations.
         activation: "relu", "gelu", "gelu_tanh", or gated: "geglu", "swiglu", "reglu" (linear1 is then 2F wide).
-        bias: whether both linear maps have one.
-        recompute: keep the input alone for backward, which costs one matrix product more there.
+        bias: whether both linear layers have one.
+        recompute: whether only the input is stored for backward, which costs one more matrix product there.
     """
 
     def __init__(
@@ -198,7 +199,7 @@ class FeedForward(nn.Module):
         self.linear2 = nn.Linear(dim_feedforward, d_model, bias, device, dtype)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Map `[..., D]` to `[..., D]`; parts that were replaced, or have hooks, are called."""
+        """Map `[..., D]` to `[..., D]`; modules that were replaced or have hooks are called."""
         first, dropout, second = self.linear1, self.dropout, self.linear2
         if len(plain_parts(self, _FEED_FORWARD)) < len(_FEED_FORWARD):
             return second(dropout(activate(first(x), self.activation)))  # type: ignore[no-any-return]
@@ -207,22 +208,22 @@ class FeedForward(nn.Module):
         return functional.feed_forward(x, *weights, activation=self.activation, **options)  # type: ignore[arg-type]
 
     def extra_repr(self) -> str:
-        """Show the activation, and whether anything is recomputed."""
+        """Show the activation, and whether backward recomputes."""
         return f"activation={self.activation!r}" + (", recompute=True" if self.recompute else "")
 
 
-SequentialFeedForward = nn.Sequential  # pickles of models that were converted before name it
+SequentialFeedForward = nn.Sequential  # named in pickles of models that earlier versions converted
 
 
 class LinearCrossEntropy(nn.Module):
-    """Output projection and cross entropy in one step; the logits need not be kept.
+    """Output projection and cross entropy in one step, which need not store the logits.
 
     Args:
         in_features: D.
         num_classes: V.
         bias: whether the projection has one.
-        ignore_index: targets of this value count for nothing.
-        label_smoothing: share of the probability spread over all classes.
+        ignore_index: targets of this value are ignored.
+        label_smoothing: share of the target probability that is spread over all classes.
         reduction: "mean", "sum" or "none".
     """
 

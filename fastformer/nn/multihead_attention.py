@@ -1,8 +1,8 @@
-"""Drop-in multi-head attention: torch.nn.MultiheadAttention's doors, and two of our own.
+"""Drop-in multi-head attention: torch.nn.MultiheadAttention's `forward`, and calls for packed and cached sequences.
 
-`forward` is torch's, every option of it. `packed` works on sequences without padding, and `queries`, `keys_values` and
-`attend` are its three steps, for decoders that keep keys and values. All of them share one projection (`projections`)
-and one op.
+`forward` has every option of torch's. `packed` attends within sequences without padding. `queries`, `keys_values` and
+`attend` are the steps of attention, for decoders that cache keys and values. All of them share one projection
+(`projections`) and one op.
 
 Letters: B batch, H heads, T queries, S keys, D model width (embed_dim), K head size.
 """
@@ -21,7 +21,7 @@ from fastformer.modes import compiling
 from fastformer.nn.inspection import has_own_hooks
 from fastformer.nn.modules import drop_in, runs_as_torch
 from fastformer.nn.options import AttentionOptions, check_options
-from fastformer.nn.packed_input import ahead
+from fastformer.nn.packed_input import causal_mask
 from fastformer.nn.projections import OUT_PROJECTIONS, Projections, check_attn_mask, op_masks
 from fastformer.nn.rotary import Positions
 from fastformer.packing import Layout, offsets_of, pack, unpack
@@ -36,14 +36,14 @@ class MultiheadAttention(Projections):
     Constructor, parameters, masks and exceptions are torch's: in masks, True = ignore. One deliberate difference: a
     query that may attend to nothing gives the output bias alone (attention 0, gradient 0), where torch gives NaN.
 
-    Keywords behind torch's, of `AttentionOptions`, make it another attention; without them it is torch's.
+    Additional keywords, those of `AttentionOptions`, change the formula; without them it is torch's.
 
     Attributes:
-        window: how far (left, right) a query sees; None: as far as masks allow.
-        softcap: of the scores; None: none.
+        window: how many positions (left, right) a query sees; None: as many as masks allow.
+        softcap: of the scores; None: no cap.
     """
 
-    runs_packed = True  # packed sequences may go past `forward`; not of subclasses
+    runs_packed = True  # packed sequences may bypass `forward`; read of the class itself, not inherited
     window: Window | None = None
     softcap: float | None = None
 
@@ -96,10 +96,10 @@ class MultiheadAttention(Projections):
             key: `[S, B, kdim]`, likewise.
             value: `[S, B, vdim]`, likewise.
             key_padding_mask: `[B, S]` (unbatched `[S]`): bool, True = ignore the key, or additive.
-            need_weights: whether the weights are returned; without them no `[T, S]` matrix is kept.
+            need_weights: whether the weights are returned; without them no `[T, S]` matrix is stored.
             attn_mask: `[T, S]` or `[B * H, T, S]`: bool, True = may not attend, or additive.
             average_attn_weights: whether returned weights are the mean over the heads.
-            is_causal: states that attn_mask is the causal mask; torch wants that given with it, here it need not be.
+            is_causal: states that attn_mask is the causal mask, which may then be omitted, unlike in torch.
 
         Returns:
             The output, of query's layout, and the weights `[B, T, S]` (per head `[B, H, T, S]`; without B if
@@ -109,9 +109,9 @@ class MultiheadAttention(Projections):
             AssertionError, RuntimeError: as torch, for shapes and dtypes that do not fit.
         """
         if key_padding_mask is None and key is value and runs_as_torch(query):
-            few = self._attend_to_few(query, key, attn_mask, is_causal, need_weights, average_attn_weights)
-            if few is not None:
-                return few
+            outputs = self._attend_to_few(query, key, attn_mask, is_causal, need_weights, average_attn_weights)
+            if outputs is not None:
+                return outputs
         check_tensors(("query", "key", "value"), query, (key, value))
         check_masks(("key_padding_mask", "attn_mask"), key_padding_mask, attn_mask)
         if query.is_nested or key.is_nested:  # torch's encoder hands them to layers of other classes, in inference
@@ -130,15 +130,15 @@ class MultiheadAttention(Projections):
         batch, length, keys = query.shape[rows], query.shape[time], key.shape[time]
         self._check(query, key, value, key_padding_mask, attn_mask, rows, (batch, length, keys))
 
-        q, k, v = self._project(query, key, value, *self._columns(length, keys, time, query.device))  # [.., .., H, K]
+        q, k, v = self._project(query, key, value, *self._positions(length, keys, time, query.device))  # [.., .., H, K]
         q, k, v = (x.permute(rows, 2, time, 3) for x in (q, k, v))  # [B, H, T, K]
         k, v, extra = self._extend(k, v)
-        # torch takes the hint where no keys are padding only; here, kernels then skip what lies ahead, padding or not.
-        # A mask that learns gets its gradient where it gets one in torch.
+        # torch uses the hint only without key padding. Here kernels skip later keys with padding too, except where
+        # torch computes a gradient of the mask.
         learns = attn_mask is not None and attn_mask.requires_grad and key_padding_mask is not None
         causal = is_causal and not need_weights and not extra and not learns
         if is_causal and attn_mask is None and not causal:
-            attn_mask = ahead(length, keys, query.device)
+            attn_mask = causal_mask(length, keys, query.device)
         attn_mask = None if causal else attn_mask
         mask, key_mask = op_masks(attn_mask, key_padding_mask, (batch, self.num_heads), extra, q.dtype)
         rules = self.rules(max(length, keys), q.device)
@@ -156,11 +156,11 @@ class MultiheadAttention(Projections):
         return (out if batched else out.squeeze(0)), weights
 
     def merge_masks(self, attn_mask: Tensor | None, key_padding_mask: Tensor | None, query: Tensor) -> Any:
-        """Do what torch's does, for torch's fast path; refuse that one where it would pass by options."""
+        """Merge masks as torch does, for torch's fast path; raise if that path ignores options of this module."""
         if self.differs:
             raise RuntimeError(
-                "torch's fast path for layers in inference passes by options that torch's attention has not: "
-                "fastformer.convert(layer), or torch.backends.mha.set_fastpath_enabled(False)"
+                "torch.nn's layer takes an inference fast path that ignores fastformer's attention options: call "
+                "fastformer.convert(layer) or torch.backends.mha.set_fastpath_enabled(False)"
             )
         return super().merge_masks(attn_mask, key_padding_mask, query)
 
@@ -173,28 +173,28 @@ class MultiheadAttention(Projections):
         causal: bool = False,
         attn_mask: Tensor | None = None,
     ) -> Tensor:
-        """Attend within packed sequences: `[T, D]` -> `[T, D]`; to itself, or to memory `[S, D]`.
+        """Attend within packed sequences: `[T, D]` -> `[T, D]`; to the same tokens, or to memory `[S, D]`.
 
         Args:
-            query: of all sequences.
-            layout: where they lie.
-            memory: keys and values of all sequences; query if None.
-            memory_layout: where those lie.
-            causal: token t of a sequence attends to its keys s <= t.
-            attn_mask: what forward takes, over the columns of the padded batches that the layouts describe; scores are
-                then padded, projections are not.
+            query: the tokens of all sequences.
+            layout: the layout of query.
+            memory: the tokens that keys and values are projected from; query if None.
+            memory_layout: the layout of memory.
+            causal: whether token t of a sequence attends only to its keys s <= t.
+            attn_mask: as in forward, over the columns of the padded batches that the layouts describe. Scores are then
+                padded, projections are not.
 
         Raises:
-            ValueError: the module has `add_bias_kv` or `add_zero_attn`, whose keys belong to no sequence; or both
-                causal and attn_mask are given; or the module counts positions, and a layout has gaps or, where
-                there is a memory, padding on the left.
+            ValueError: the module has `add_bias_kv` or `add_zero_attn`, whose keys belong to no sequence; causal and
+                attn_mask are both given; or the module counts positions, and a layout has gaps or, with a memory,
+                padding on the left.
             AssertionError, RuntimeError: as in forward, for shapes and dtypes that do not fit.
         """
         check_tensors(("query", "layout"), query, (offsets_of("layout", layout),))
         if self.bias_k is not None or self.add_zero_attn:
             raise ValueError("add_bias_kv and add_zero_attn must be False for packed sequences")
         if causal and attn_mask is not None:
-            raise ValueError("causal must be False with attn_mask, which says who attends to whom")
+            raise ValueError("causal must be False with attn_mask, which defines the keys of each query")
         if query.shape[-1] != self.embed_dim:
             self._check_width(query)
         memory = query if memory is None else memory
@@ -227,7 +227,7 @@ class MultiheadAttention(Projections):
 
     @property
     def differs(self) -> bool:
-        """Whether it has an option that torch's attention has not, from its constructor or set since."""
+        """Whether the module has an option that torch's attention lacks, from its constructor or set later."""
         if self._kv_heads is not None or self.softcap is not None or self.rotary is not None:
             return True
         return self.by_distance or self.has_sinks
@@ -235,9 +235,9 @@ class MultiheadAttention(Projections):
     def _attend_to_few(
         self, query: Tensor, key: Tensor, attn_mask: Tensor | None, is_causal: bool, weights: bool, average: bool
     ) -> tuple[Tensor, Tensor | None] | None:
-        """Attend by torch's ops alone, for few tokens in inference; None where the op's rules are needed.
+        """Attend by torch's ops alone, for few tokens in inference; return None if fastformer's op is needed.
 
-        What Python asks around the ops takes a tenth of the time for 14 tokens of width 512.
+        The op's checks in Python take a tenth of the time for 14 tokens of width 512.
         """
         D, fits = self.embed_dim, type(key) is Tensor and key.is_cpu and query.dim() == key.dim() == 3
         hides = attn_mask is not None and not (is_causal and attn_mask.shape == (query.shape[-2], key.shape[-2]))
@@ -261,30 +261,30 @@ class MultiheadAttention(Projections):
     def is_torchs_formula(self) -> bool:
         """Return whether torch's own `forward` computes what this module does, from parameters of torch's class."""
         state = self.__dict__
-        own, parts = state["_parameters"], state["_modules"]
-        out_proj = parts["out_proj"]
-        if len(parts) > 1 or state["_buffers"] or "sinks" in own or not _OPTIONS.isdisjoint(state):
+        parameters, modules = state["_parameters"], state["_modules"]
+        out_proj = modules["out_proj"]
+        if len(modules) > 1 or state["_buffers"] or "sinks" in parameters or not _OPTIONS.isdisjoint(state):
             return False
         if state["add_zero_attn"] or self.bias_k is not None:
             return False
-        whole = type(own.get("in_proj_weight")) is type(out_proj._parameters.get("weight")) is nn.Parameter
+        whole = type(parameters.get("in_proj_weight")) is type(out_proj._parameters.get("weight")) is nn.Parameter
         return whole and type(out_proj) in OUT_PROJECTIONS and not has_own_hooks(out_proj)
 
     @property
     def has_sinks(self) -> bool:
-        """Whether it has sinks, wherever they are kept: as a parameter, a buffer, a tensor, or made by the class."""
-        kept = "sinks" in self._parameters or "sinks" in self._buffers or "sinks" in self.__dict__
-        return kept or hasattr(type(self), "sinks") or (compiling() and hasattr(self, "sinks"))  # as `has_own` has it
+        """Whether the module has sinks: as a parameter, a buffer, a tensor, or an attribute of the class."""
+        in_instance = "sinks" in self._parameters or "sinks" in self._buffers or "sinks" in self.__dict__
+        return in_instance or hasattr(type(self), "sinks") or (compiling() and hasattr(self, "sinks"))
 
     @property
     def by_distance(self) -> bool:
-        """Whether scores depend on how far a key is from its query."""
-        own, set_later = self._modules, self.__dict__
-        return self.window is not None or own.get("position_bias", set_later.get("position_bias")) is not None
+        """Whether scores depend on the distance between query and key."""
+        modules, set_later = self._modules, self.__dict__
+        return self.window is not None or modules.get("position_bias", set_later.get("position_bias")) is not None
 
     @property
     def counts_positions(self) -> bool:
-        """Whether it matters how far apart tokens stand, not only in which order."""
+        """Whether the output depends on the distances between tokens, not only on their order."""
         return self.rotary is not None or self.by_distance
 
     def attend(
@@ -297,10 +297,10 @@ class MultiheadAttention(Projections):
         causal: bool = False,
         mask: Tensor | None = None,
     ) -> Tensor:
-        """Attend from q `[B, T, H, K]` to keys and values `[B, Hkv, S, K]` kept from earlier steps: `[B, T, D]`.
+        """Attend from q `[B, T, H, K]` to cached keys and values `[B, Hkv, S, K]`: `[B, T, D]`.
 
         Args:
-            causal: the last query sees all keys, each before it one less. Attention that counts positions must know.
+            causal: the last query sees all keys, each query before it one less. Must be True with `by_distance`.
             key_lengths, query_lengths, mask: as of the op.
         """
         rules = self.rules(k.shape[2], q.device)
@@ -310,22 +310,22 @@ class MultiheadAttention(Projections):
         return self.project_out(out.transpose(1, 2).flatten(2))
 
     def rules(self, longest: int, device: torch.device) -> dict[str, Any]:
-        """How the op attends, but for masks and lengths.
+        """Return the arguments of the op except masks and lengths.
 
-        longest: no sequence of queries or keys is longer.
-        device: where they are.
+        longest: at least the length of each sequence of queries or keys.
+        device: of the queries and keys.
         """
         rules: dict[str, Any] = {"dropout_p": self.dropout if self.training else 0.0}
         if self.differs:
             bias = self._distances
-            # By name: what prunes or parametrises a parameter keeps it elsewhere.
+            # By `getattr`, because pruning and parametrisation store a parameter elsewhere.
             rules |= {"window": self.window, "softcap": self.softcap, "sinks": getattr(self, "sinks", None)}
-            if bias is not None:  # and none of no position
+            if bias is not None:  # the modules need at least one position
                 bias = bias(max(longest, 1)).to(device)
             rules["distance_bias"] = bias
         return rules
 
     @property
     def _distances(self) -> Any:
-        """The position bias: a module, or a function that was put in its place."""
+        """The position bias: a module, or a function that replaced it."""
         return self._modules.get("position_bias", self.__dict__.get("position_bias"))

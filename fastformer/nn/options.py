@@ -1,4 +1,4 @@
-"""What our layers and attention take beyond torch's: keywords that add no state where they are not used.
+"""Options of layers and attention beyond torch's: keywords that add no state unless they are used.
 
 Letters: D model width, H heads, K head size.
 """
@@ -16,22 +16,23 @@ NORMS = ("layer", "rms")
 
 
 class AttentionOptions(TypedDict, total=False):
-    """Keywords of `MultiheadAttention`, and of layers for theirs.
+    """Keywords of `MultiheadAttention`, and of layers for their attention.
 
     Attributes:
         kv_heads: heads of keys and values, a divisor of H (grouped queries: Ainslie et al. 2023); H if None.
         head_size: K; D / H if None.
-        qkv_bias: a bias of the projections to queries, keys and values, where the last one has another (as in Qwen 2);
-            None: as `bias`.
+        qkv_bias: whether the projections to queries, keys and values have a bias, if the output projection differs (as
+            in Qwen 2); None: as `bias`.
         qk_norm: RMS norms over the numbers of each head of queries and of keys, with weights and eps 1e-6 (Henry et al.
             2020; as in Qwen 3).
         softcap: as of `functional.attention`.
-        rotary: turns queries and keys by their positions; in layers those of self-attention.
-        window: as of `functional.attention`; in layers of self-attention. Causality is said by the mask, as ever.
+        rotary: rotates queries and keys by their positions; in layers, only of self-attention.
+        window: as of `functional.attention`; in layers, only of self-attention. It does not imply causality, which the
+            mask sets.
         position_bias: `ALiBi`, `RelativeBias` or any module that returns the `distance_bias` of `functional.attention`,
-            `[H, 2 P - 1]`, for P; in layers of self-attention, and each layer of a stack has its own.
-        sinks: a trained logit a head that takes weight and gives nothing (as in gpt-oss), 0 at first; in layers of
-            self-attention.
+            `[H, 2 P - 1]`, for P; in layers, only of self-attention. Each layer of a stack has a separate copy.
+        sinks: whether each head has a trained logit that takes weight and adds no value (as in gpt-oss), initially 0;
+            in layers, only of self-attention.
     """
 
     kv_heads: int | None
@@ -55,21 +56,21 @@ class LayerOptions(AttentionOptions, total=False):
     norm: str
 
 
-_OF_SELF_ATTENTION = ("rotary", "window", "position_bias", "sinks")
+_SELF_ATTENTION_ONLY = ("rotary", "window", "position_bias", "sinks")
 
 
 def attention_options(options: LayerOptions, cross: bool = False) -> AttentionOptions:
-    """What a layer's attention gets of the layer's; `cross`: attention to a memory, whose positions say nothing."""
-    left = {"norm", *(_OF_SELF_ATTENTION if cross else ())}
-    return {name: value for name, value in options.items() if name not in left}  # type: ignore[return-value]
+    """Return the options of a layer for one attention; cross: attention to a memory, without options of positions."""
+    excluded = {"norm", *(_SELF_ATTENTION_ONLY if cross else ())}
+    return {name: value for name, value in options.items() if name not in excluded}  # type: ignore[return-value]
 
 
 def check_options(options: Any, kind: Any) -> None:
-    """Refuse unknown keywords as Python does, and values that are none of the kind.
+    """Raise if a keyword is not in `kind`, a TypedDict of this module, or its value is not allowed.
 
     Raises:
-        TypeError: a keyword is unknown, or a value of another type.
-        ValueError: a value does not fit.
+        TypeError: a keyword is unknown, or a value is of another type.
+        ValueError: a value is out of range.
     """
     for name in options:
         if name not in kind.__annotations__:

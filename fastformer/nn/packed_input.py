@@ -1,4 +1,4 @@
-"""Padded batches as packed tokens and back, and what masks say: padding, causality, torch's form of masks.
+"""Padded batches as packed tokens and back; key padding masks, causal masks and torch's form of masks.
 
 Letters: B batch, L length, T packed tokens, D model width.
 """
@@ -16,7 +16,7 @@ from fastformer.packing import Layout, pack, unpack
 
 
 class PackedInput(NamedTuple):
-    """The source or the target side of a padded batch: how its tensors become tokens, and tokens such tensors."""
+    """The source or the target side of a padded batch: packs its tensors into tokens and unpacks tokens."""
 
     layout: Layout
     batch_first: bool
@@ -40,18 +40,18 @@ def read_side(
     counts_positions: bool = False,
     from_start: bool = False,
 ) -> PackedInput | None:
-    """Read where the tokens of x `[B, L, D]`, `[L, B, D]` or `[L, D]` lie.
+    """Read the layout of the tokens of x `[B, L, D]`, `[L, B, D]` or `[L, D]`.
 
     Args:
         x: a padded batch.
         padding: its key padding mask as in torch, `[B, L]` or `[L]`; None for no padding.
         batch_first: the order of the dimensions; None if unknown.
-        counts_positions: whether tokens must stay as far apart as they are, so that no padding may lie between them.
-        from_start: whether they must stay as far from the first column, as where attention to a memory counts
-            positions, so that no padding may lie on the left either.
+        counts_positions: whether distances between tokens must not change, so that no padding may lie between them.
+        from_start: whether distances from the first column must not change, so that no padding may lie on the left
+            either. Attention to a memory needs that if it counts positions.
 
     Returns:
-        None where this cannot run without padding, or does not fit together: the padded form then says what is wrong.
+        The side; None if it cannot run without padding or the arguments do not fit, which the padded run then reports.
     """
     batched = x.dim() == 3
     if x.dim() not in (2, 3) or batch_first is None:
@@ -73,7 +73,7 @@ def read_side(
 def hidden_keys(padding: Tensor) -> Tensor | None:
     """Return a key padding mask, bool or of 0 and -inf, as bool, True = padding.
 
-    None where an additive mask holds other values, learns, or has no values to read.
+    None if an additive mask holds other values or requires a gradient, or if the values cannot be read.
     """
     if not has_values(padding):
         return None
@@ -86,7 +86,7 @@ def hidden_keys(padding: Tensor) -> Tensor | None:
 
 
 def same_mask(one: Tensor | None, other: Tensor | None) -> bool:
-    """Return whether two key padding masks hide the same keys, or neither is given."""
+    """Return whether two key padding masks hide the same keys, or both are None."""
     if one is other or not (isinstance(one, Tensor) and isinstance(other, Tensor)):
         return one is other
     alike = one.shape == other.shape and one.dtype == other.dtype and one.device == other.device
@@ -94,16 +94,16 @@ def same_mask(one: Tensor | None, other: Tensor | None) -> bool:
 
 
 def zero_padding(x: Tensor, padding: Tensor | None, batch_first: bool | None) -> Tensor:
-    """Set the rows of a padded output to 0 where its mask says True or -inf, as a packed run does.
+    """Set the rows of a padded output to 0 where its mask is True or -inf, as a packed run does.
 
-    Returns x as it is where `_hidden_rows` has no mask for it.
+    Returns x unchanged if `_hidden_rows` returns None.
     """
     hidden = _hidden_rows(x, padding, batch_first)
     return x if hidden is None else x.masked_fill(hidden, 0.0)
 
 
 def finite_padding(x: Tensor, padding: Tensor | None, batch_first: bool | None) -> Tensor:
-    """Set NaN and inf to 0 in the padded rows of x, where a packed run reads nothing.
+    """Set NaN and inf to 0 in the padded rows of x, which a packed run does not read.
 
     Attention and the gradients of weights multiply padded rows by 0, and 0 * NaN is NaN.
     """
@@ -116,8 +116,8 @@ def finite_padding(x: Tensor, padding: Tensor | None, batch_first: bool | None) 
 def _hidden_rows(x: Tensor, padding: Tensor | None, batch_first: bool | None) -> Tensor | None:
     """Return where a padding mask hides rows of x, as bool `[..., 1]`.
 
-    None without a mask, where the layers do not state batch_first, where the mask does not fit x (which layers that
-    take it did not look at), and where x is no padded tensor.
+    None without a mask, if the layers do not state batch_first, or if x is no padded tensor. None too if the mask does
+    not fit x: layers that ignore masks do not check them.
     """
     if not isinstance(padding, Tensor) or batch_first is None or not isinstance(x, Tensor) or x.is_nested:
         return None
@@ -127,24 +127,24 @@ def _hidden_rows(x: Tensor, padding: Tensor | None, batch_first: bool | None) ->
     return hidden[..., None] if hidden.shape == x.shape[:-1] else None
 
 
-def ahead(queries: int, keys: int, device: torch.device) -> Tensor:
-    """Return torch's causal mask, bool `[T, S]`: True at the later keys, which may not be attended to."""
+def causal_mask(queries: int, keys: int, device: torch.device) -> Tensor:
+    """Return torch's causal mask, bool `[T, S]`: True at the later keys, which are hidden."""
     return torch.ones(queries, keys, dtype=torch.bool, device=device).triu_(1)
 
 
 def mask_of_packed(causal: bool, mask: Tensor | None, layout: Layout) -> Tensor | None:
-    """Return the mask of the padded batch that packed tokens came from."""
+    """Return the attention mask for the padded batch that packed tokens are unpacked to."""
     if not causal:
         return mask
     if mask is not None:
-        raise ValueError("causal must be False with attn_mask, which says who attends to whom")
-    return ahead(layout.columns, layout.columns, layout.offsets.device)
+        raise ValueError("causal must be False with attn_mask, which defines the keys of each query")
+    return causal_mask(layout.columns, layout.columns, layout.offsets.device)
 
 
 def is_causal_mask(mask: Tensor | None, stated: bool, length: int) -> bool:
     """Return whether an attn_mask `[L, L]` hides the later keys and nothing else: as stated, or by its values.
 
-    A mask that does not fit, or that learns, counts as another mask.
+    False for a mask that does not fit or that requires a gradient.
     """
     if mask is None:
         return stated
@@ -154,7 +154,7 @@ def is_causal_mask(mask: Tensor | None, stated: bool, length: int) -> bool:
         return False
     if stated or not has_values(mask):
         return stated
-    later = ahead(length, length, mask.device)
+    later = causal_mask(length, length, mask.device)
     if mask.dtype == torch.bool:
         return torch.equal(mask, later)
     return torch.equal(mask == float("-inf"), later) and not bool(mask.tril().any())
@@ -165,7 +165,7 @@ def encoder_masks(mask: Tensor | None, padding: Tensor | None, x: Tensor) -> tup
 
     Args:
         mask: bool (True = may not attend) or additive.
-        padding: likewise, True = ignore.
+        padding: bool (True = ignore) or additive.
         x: the input of the stack; bool masks become its dtype.
     """
     other = F._none_or_dtype(mask)
@@ -174,5 +174,5 @@ def encoder_masks(mask: Tensor | None, padding: Tensor | None, x: Tensor) -> tup
 
 
 def causal_hint(mask: Tensor | None, stated: bool | None, x: Tensor, batch_first: bool | None) -> bool:
-    """Return the hint that torch's stacks pass on: as stated, else whether the mask is the causal one by its values."""
+    """Return the hint that torch's stacks pass on: as stated, else whether the values are those of the causal mask."""
     return _detect_is_causal_mask(mask, stated, x.shape[1 if batch_first and x.dim() == 3 else 0])

@@ -1,7 +1,7 @@
 """Biases of scores by the distance of key and query, for `functional.attention`'s `distance_bias`.
 
-Modules that are called with a length P and return `[H, 2 P - 1]`: column P - 1 + d is the bias at distance d, which is
-the key's position less the query's. So a table of all pairs is never made.
+The modules are called with a length P and return `[H, 2 P - 1]`: column P - 1 + d is the bias at distance d, the key's
+position minus the query's. A table of all pairs is never built.
 
 Letters: H heads, P positions.
 """
@@ -20,26 +20,26 @@ class ALiBi(nn.Module):
     """Attention with linear biases: -slope * abs(distance), without parameters (Press et al. 2022).
 
     Args:
-        heads: H. The slopes are 2 ** (-8 i / H) for i from 1 to H where H is a power of 2; else those of the next lower
-            power, then every other one of twice that, as the authors' code has it.
+        heads: H. If H is a power of 2, the slopes are 2 ** (-8 i / H) for i from 1 to H. Otherwise they are those of
+            the next lower power, then every other slope of twice that power, as in the authors' code.
     """
 
     def __init__(self, heads: int) -> None:
         super().__init__()
         self.heads = check_value("heads", heads, int, at_least=1)
-        # Says where the module is. No buffer of slopes: no checkpoint would hold it, and `to_empty` empties it.
+        # Tracks device and dtype. Not a buffer of slopes: no checkpoint would hold it, and `to_empty` would erase it.
         self.register_buffer("place", torch.empty(0), persistent=False)
 
     def forward(self, length: int) -> Tensor:
-        """The bias at all distances below `length`: `[H, 2 P - 1]`, in fp32 at least, for bf16 counts to 256 only."""
+        """Return the bias at all distances below `length`: `[H, 2 P - 1]`, fp32 or fp64: bf16 counts only to 256."""
         place: Tensor = self.place  # type: ignore[assignment]
-        # `load_state_dict(assign=True)` takes no buffer off "meta"; attention moves the bias to where its weights are.
+        # `load_state_dict(assign=True)` leaves the buffer on "meta"; attention moves the bias to the weights' device.
         device = "cpu" if place.is_meta else place.device
-        where: Any = {"device": device, "dtype": torch.promote_types(place.dtype, torch.float32)}
+        options: Any = {"device": device, "dtype": torch.promote_types(place.dtype, torch.float32)}
         power = 1 << (self.heads.bit_length() - 1)
-        i = torch.arange(1, self.heads + 1, **where)
+        i = torch.arange(1, self.heads + 1, **options)
         slopes = torch.exp2(-8 / power * torch.where(i > power, i - power - 0.5, i))
-        return -slopes[:, None] * torch.arange(1 - length, length, **where).abs()
+        return -slopes[:, None] * torch.arange(1 - length, length, **options).abs()
 
     def extra_repr(self) -> str:
         """Show the heads."""
@@ -49,15 +49,16 @@ class ALiBi(nn.Module):
 class RelativeBias(nn.Module):
     """A trained bias for each head and bucket of distances (Raffel et al. 2020, section 2.1).
 
-    Half of the buckets of a direction are a distance each, the others grow with its logarithm; all from max_distance on
-    share the last.
+    Half of the buckets of a direction hold one distance each; the other half widen logarithmically. All distances from
+    max_distance on share the last bucket.
 
     Args:
         heads: H.
-        buckets: even where bidirectional: half of them for keys that come later.
-        max_distance: above half of a direction's buckets.
-        bidirectional: False: later keys have the bucket of distance 0, for causal attention.
-        device, dtype: of `weight`, `[buckets, H]`, drawn from N(0, 1) as nn.Embedding's.
+        buckets: number of buckets; even if bidirectional, where half of them are for later keys.
+        max_distance: more than half of a direction's buckets.
+        bidirectional: whether later keys have their own buckets. If False, for causal attention, they have the bucket
+            of distance 0.
+        device, dtype: of `weight`, `[buckets, H]`, drawn from N(0, 1) as in nn.Embedding.
 
     Raises:
         ValueError: a number is out of range.
@@ -85,16 +86,16 @@ class RelativeBias(nn.Module):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Draw the values that an nn.Embedding draws."""
+        """Draw the weight from N(0, 1), as nn.Embedding does."""
         nn.init.normal_(self.weight)
 
     def forward(self, length: int) -> Tensor:
-        """The bias at all distances below `length`: `[H, 2 P - 1]`."""
+        """Return the bias at all distances below `length`: `[H, 2 P - 1]`."""
         distance = torch.arange(1 - length, length, device=self.weight.device)
         return self.weight[self.bucket(distance)].t()
 
     def bucket(self, distance: Tensor) -> Tensor:
-        """The bucket of each distance, int64."""
+        """Return the bucket of each distance, int64."""
         buckets, first = self.buckets, torch.zeros_like(distance)
         if self.bidirectional:
             buckets //= 2
@@ -103,7 +104,7 @@ class RelativeBias(nn.Module):
         else:
             distance = (-distance).clamp(min=0)
         exact = buckets // 2
-        # In fp32, as T5's: where a bucket begins depends on the rounding.
+        # In fp32 as in T5, because rounding decides where a bucket begins.
         logarithm = torch.log(distance.float().clamp(min=1) / exact) / math.log(self.max_distance / exact)
         far = exact + (logarithm * (buckets - exact)).to(torch.int64)
         return first + torch.where(distance < exact, distance, far.clamp(max=buckets - 1))

@@ -1,8 +1,8 @@
-"""From tokens and masks to the queries, keys, values and masks of the op, and from the heads back.
+"""The projections of attention: from tokens and masks to queries, keys, values and masks of the op, and to the output.
 
-What attention with options of ours has more than torch's is here: fewer heads of keys and values, a head size of its
-own, norms over each head, positions by rotation. Parameters bear torch's names; q, k and v, one below the other, are
-`in_proj_weight`, `[(H + 2 Hkv) * K, D]`.
+Options beyond torch's are here: fewer heads of keys and values, any head size, norms over each head, rotary positions.
+Parameters have torch's names; the weights of q, k and v, one below the other, are `in_proj_weight`,
+`[(H + 2 Hkv) * K, D]`.
 
 Letters: D model width, H heads of queries, Hkv of keys and values, K head size, L tokens.
 """
@@ -28,10 +28,10 @@ QK_EPS = 1e-6
 
 
 class Projections(nn.MultiheadAttention):
-    """The projections of an attention module, whichever way they are stored.
+    """The projections of an attention module, with stacked or separate weights.
 
     Attributes:
-        rotary: how queries and keys turn by their positions; None: not at all.
+        rotary: the rotation of queries and keys by their positions; None: no rotation.
     """
 
     part_types: ClassVar[dict[str, tuple[type[nn.Module], ...]]] = {
@@ -40,7 +40,7 @@ class Projections(nn.MultiheadAttention):
         "k_norm": (RMSNorm,),
     }
     _kv_heads: int | None = None
-    _head_dim: int  # where there are options of ours
+    _head_dim: int  # only with options
     rotary: Rotary | None = None
 
     def _build(
@@ -55,7 +55,7 @@ class Projections(nn.MultiheadAttention):
         factory: dict[str, Any],
         options: AttentionOptions,
     ) -> None:
-        """Construct what torch's constructor does, of sizes that it does not know."""
+        """Construct the module as torch does, with sizes that torch's constructor does not support."""
         nn.Module.__init__(self)
         kv_heads, head_size = options.get("kv_heads") or num_heads, options.get("head_size")
         if num_heads < 1 or num_heads % kv_heads:
@@ -79,7 +79,7 @@ class Projections(nn.MultiheadAttention):
         in_bias = nn.Parameter(torch.empty(q + 2 * kv, **factory)) if bias else None
         self.register_parameter("in_proj_bias", in_bias)
         self.out_proj = NonDynamicallyQuantizableLinear(q, embed_dim, bias=bias, **factory)
-        self._reset_parameters()  # torch's knows biases in both projections, or in none
+        self._reset_parameters()  # before qkv_bias: torch expects biases in both projections, or in none
         if options.get("qkv_bias") not in (None, bias):
             in_bias = None if bias else nn.Parameter(torch.zeros(q + 2 * kv, **factory))
             self.register_parameter("in_proj_bias", in_bias)
@@ -91,9 +91,11 @@ class Projections(nn.MultiheadAttention):
 
     @property
     def head_dim(self) -> int:
-        """K; without options of ours told by num_heads in each call, which may have been set since, as in torch."""
+        """K; without options it follows num_heads in each call, which may be set later, as in torch."""
         if self._kv_heads is not None:
-            return self._head_dim  # under a name of its own: Dynamo of torch 2.11 takes a dict's item for this property
+            return (
+                self._head_dim
+            )  # another name: Dynamo of torch 2.11 reads a dict item `head_dim` in place of this property
         if self.embed_dim % self.num_heads:
             raise AssertionError(f"embed_dim {self.embed_dim} must be divisible by num_heads, {self.num_heads}")
         return self.embed_dim // self.num_heads  # type: ignore[no-any-return]
@@ -101,7 +103,7 @@ class Projections(nn.MultiheadAttention):
     @head_dim.setter
     def head_dim(self, size: int) -> None:
         if self._kv_heads is None:
-            self.__dict__["head_dim"] = size  # where torch keeps it
+            self.__dict__["head_dim"] = size  # where torch stores it
         else:
             self._head_dim = size
 
@@ -111,9 +113,9 @@ class Projections(nn.MultiheadAttention):
         return self.num_heads if self._kv_heads is None else self._kv_heads
 
     def queries(self, x: Tensor, positions: Positions | None = None) -> Tensor:
-        """Project `[..., D]` to queries `[..., H, K]`; positions: where they stand, which rotary attention needs."""
+        """Project `[..., D]` to queries `[..., H, K]`; positions: of the tokens, required by rotary attention."""
         weights, biases = self._weights()
-        return self._place(self._heads(F.linear(x, weights[0], biases[0])), "q_norm", positions)
+        return self._norm_and_rotate(self._heads(F.linear(x, weights[0], biases[0])), "q_norm", positions)
 
     def keys_values(self, x: Tensor, positions: Positions | None = None) -> tuple[Tensor, Tensor]:
         """Project `[..., D]` to keys and values, `[..., Hkv, K]` each."""
@@ -125,17 +127,17 @@ class Projections(nn.MultiheadAttention):
         else:
             weights, biases = self._weights()
             k, v = (self._heads(F.linear(x, w, b)) for w, b in zip(weights[1:], biases[1:], strict=True))
-        return self._place(k, "k_norm", positions), v
+        return self._norm_and_rotate(k, "k_norm", positions), v
 
     def queries_keys_values(self, x: Tensor, positions: Positions | None = None) -> tuple[Tensor, Tensor, Tensor]:
-        """Project `[..., D]` to its own queries, keys and values, `[..., H or Hkv, K]` each."""
+        """Project `[..., D]` to queries, keys and values of the same tokens, `[..., H or Hkv, K]` each."""
         return self._project(x, x, x, positions, positions)
 
     def project_out(self, x: Tensor) -> Tensor:
-        """The last projection, of `[..., D]`: with hooks or of another class, it is called; torch reads its weight."""
+        """Apply the output projection to `[..., D]`; the module is called only if it has hooks or another class."""
         kind = type(self.out_proj)
         if kind not in OUT_PROJECTIONS and is_parametrized(self.out_proj):
-            kind = kind.__bases__[0]  # of which torch made its class
+            kind = kind.__bases__[0]  # the class before parametrisation
         if kind not in OUT_PROJECTIONS or has_own_hooks(self.out_proj):
             return self.out_proj(x)  # type: ignore[no-any-return]
         return linear(x, self.out_proj.weight, self.out_proj.bias)
@@ -146,7 +148,7 @@ class Projections(nn.MultiheadAttention):
         return x.view(*x.shape[:-1], x.shape[-1] // K, K)
 
     def _weights(self) -> tuple[Sequence[Tensor], Sequence[Tensor | None]]:
-        """The three input projections, whichever way they are stored."""
+        """Return the weights and the biases of the three input projections, stacked or separate."""
         K = self.head_dim
         sizes = [self.num_heads * K, self.kv_heads * K, self.kv_heads * K]
         if self._qkv_same_embed_dim:
@@ -164,20 +166,20 @@ class Projections(nn.MultiheadAttention):
         positions: Positions | None = None,
         key_positions: Positions | None = None,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Project to `[..., heads, K]`, with one matrix product for what is the same tensor."""
+        """Project to `[..., heads, K]`, with one matrix product for inputs that are the same tensor."""
         H, Hkv = self.num_heads, self._kv_heads or self.num_heads
         if self._qkv_same_embed_dim and key is value:
             if query is key:
                 qkv = self._heads(linear(query, self.in_proj_weight, self.in_proj_bias))
-                if self.rotary is not None and not self._normed:  # both in one
+                if self.rotary is not None and not self._has_qk_norms:  # one call rotates both
                     qk, v = qkv.split_with_sizes([H + Hkv, Hkv], -2)
                     q, k = self.turn(qk, positions).split_with_sizes([H, Hkv], -2)
                     return q, k, v
                 q, k, v = qkv.split_with_sizes([H, Hkv, Hkv], -2)
             else:
                 weight, bias = in_autocast(self.in_proj_weight), in_autocast(self.in_proj_bias)
-                # Split (by its name in C: 1.7 us, not 3.7): its backward puts both gradients together, where that of a
-                # slice fills the rest with zeros.
+                # `split_with_sizes` (1.7 us; `split`: 3.7 us) concatenates both gradients in backward; slices would pad
+                # each with zeros.
                 sizes = [H * self.head_dim, 2 * Hkv * self.head_dim]
                 weights = weight.split_with_sizes(sizes)
                 biases = (None, None) if bias is None else bias.split_with_sizes(sizes)
@@ -187,30 +189,30 @@ class Projections(nn.MultiheadAttention):
             weights, biases = self._weights()
             inputs = zip((query, key, value), weights, biases, strict=True)
             q, k, v = (self._heads(F.linear(x, w, b)) for x, w, b in inputs)
-        if self.rotary is None and len(self._modules) == 1:  # nothing but the last projection
+        if self.rotary is None and len(self._modules) == 1:  # no norms: out_proj is the only child
             return q, k, v
-        return self._place(q, "q_norm", positions), self._place(k, "k_norm", key_positions), v
+        return self._norm_and_rotate(q, "q_norm", positions), self._norm_and_rotate(k, "k_norm", key_positions), v
 
     @property
-    def _normed(self) -> bool:
+    def _has_qk_norms(self) -> bool:
         return any(self._modules.get(norm) is not None for norm in ("q_norm", "k_norm"))
 
-    def _place(self, x: Tensor, norm: str, positions: Positions | None) -> Tensor:
-        """Norm queries or keys, and turn them by their positions, where the module does that."""
-        its = self._modules.get(norm)
-        x = x if its is None else its(x)
+    def _norm_and_rotate(self, x: Tensor, norm: str, positions: Positions | None) -> Tensor:
+        """Apply the norm and the rotation to queries or keys, if the module has them."""
+        norm_module = self._modules.get(norm)
+        x = x if norm_module is None else norm_module(x)
         return x if self.rotary is None else self.turn(x, positions)
 
     def turn(self, x: Tensor, positions: Positions | None) -> Tensor:
-        """Turn queries or keys `[..., heads, K]` by their positions, where attention is rotary."""
+        """Rotate queries or keys `[..., heads, K]` by their positions."""
         assert self.rotary is not None
         if positions is None:
-            raise ValueError("positions must be given, which rotary attention turns queries and keys by")
+            raise ValueError("positions must be given: rotary attention rotates queries and keys by them")
         cos, sin = self.rotary.tables(self.head_dim, positions.end, x)
         return functional.rotary(x, positions.at, cos, sin, interleaved=self.rotary.interleaved)
 
-    def _columns(self, length: int, keys: int, time: int, device: torch.device) -> tuple[Positions | None, ...]:
-        """Where the queries and keys of a padded batch stand, in the order of its dimensions."""
+    def _positions(self, length: int, keys: int, time: int, device: torch.device) -> tuple[Positions | None, ...]:
+        """Return the positions of queries and keys in a padded batch, in the order of its dimensions."""
         if self.rotary is None:
             return None, None
         index = torch.arange(max(length, keys), device=device)
@@ -275,12 +277,12 @@ def op_masks(
         attn_mask: `[T, S]` or `[B * H, T, S]`.
         key_padding_mask: `[B, S]`.
         sizes: B and H.
-        extra: keys behind the S, which all queries may attend to.
+        extra: number of keys behind the S, which all queries may attend to.
         dtype: of additive masks.
     """
     mask = key_mask = None
     if attn_mask is not None:
-        mask = F.pad(attn_mask, (0, extra)) if extra else attn_mask  # the extra keys are open: False or 0.0
+        mask = F.pad(attn_mask, (0, extra)) if extra else attn_mask  # False or 0.0: no query ignores the extra keys
         mask = mask.view(*sizes, *mask.shape[1:]) if mask.dim() == 3 else mask  # [B, H, T, S] or [T, S]
         mask = ~mask if mask.dtype == torch.bool else mask
     if key_padding_mask is not None:

@@ -1,8 +1,8 @@
-"""Rotary positions: which frequencies turn the numbers of a head, and the tables that `functional.rotary` reads.
+"""Rotary positions: the frequencies that rotate the numbers of a head, and the tables that `functional.rotary` reads.
 
-A record without state, so that it may be shared, compared and written down: tables are made where they are needed.
+`Rotary` has no state, so that it can be shared, compared and saved as text. Tables are computed when they are needed.
 
-Letters: K head size, R numbers of a head that are turned, P positions.
+Letters: K head size, R numbers of a head that are rotated, P positions.
 """
 
 import math
@@ -16,15 +16,15 @@ from fastformer.modes import capturing, compiling, dispatch_modes, tracing_state
 from fastformer.packing.layout import MOST_TOKENS
 from fastformer.settings import check_value
 
-_SHORTEST = 128  # tables grow by doubling from here
-_WITHOUT_FP64 = "mps"  # a type of device
-_MOST = 64  # tables that are kept; the oldest go
-_KEPT: dict[Any, tuple[Tensor, Tensor]] = {}
-_READ_BY_GRAPHS: dict[Any, tuple[Tensor, Tensor]] = {}
+_SHORTEST = 128  # positions of the smallest table; larger ones are powers of 2
+_WITHOUT_FP64 = "mps"  # the device type without fp64
+_MAX_TABLES = 64  # cached tables; the oldest are discarded
+_TABLES: dict[Any, tuple[Tensor, Tensor]] = {}
+_GRAPH_TABLES: dict[Any, tuple[Tensor, Tensor]] = {}
 
 
 class Positions(NamedTuple):
-    """Where tokens stand in their sequences: int64, broadcastable to `[..., L]`, all below `end`."""
+    """The positions of tokens in their sequences: int64, broadcastable to `[..., L]`, all below `end`."""
 
     at: Tensor
     end: int
@@ -32,16 +32,16 @@ class Positions(NamedTuple):
 
 @dataclass(frozen=True)
 class Llama3Scaling:
-    """Slower rotation of the slow frequencies alone, for longer sequences (Llama 3.1: Grattafiori et al. 2024).
+    """Slower rotation of low frequencies only, for longer sequences (Llama 3.1: Grattafiori et al. 2024).
 
-    Wavelengths above original / low turn `factor` times as slowly, those below original / high as they were, between
-    them a mixture of both.
+    Frequencies with wavelengths above original / low are divided by `factor`. Those with wavelengths below original /
+    high do not change. Between them, both are mixed.
 
     Attributes:
         factor: at least 1.
-        low: turns within the original length, from which on a frequency is a mixture.
-        high: likewise, from which on it stays; above low.
-        original: the length trained with before.
+        low: rotations within the original length up to which a frequency is divided by `factor`.
+        high: rotations within the original length from which on a frequency does not change; above low.
+        original: the sequence length of the training before.
     """
 
     factor: float = 8.0
@@ -56,10 +56,10 @@ class Llama3Scaling:
         check_value("original", self.original, int, at_least=1, at_most=MOST_TOKENS)
 
     def scale(self, frequencies: Tensor) -> Tensor:
-        """Return what these frequencies, in radians a position, become."""
+        """Return the scaled frequencies, in radians a position."""
         turns = self.original * frequencies / (2 * math.pi)
-        kept = ((turns - self.low) / (self.high - self.low)).clamp(0, 1)
-        return frequencies * (kept + (1 - kept) / self.factor)
+        unscaled = ((turns - self.low) / (self.high - self.low)).clamp(0, 1)
+        return frequencies * (unscaled + (1 - unscaled) / self.factor)
 
 
 @dataclass(frozen=True)
@@ -68,9 +68,9 @@ class Rotary:
 
     Attributes:
         theta: base of the frequencies, theta ** (-2 i / R).
-        share: of the numbers of a head, how many are turned (GPT-NeoX: 0.25).
-        scaling: positions are divided by a number (Chen et al. 2023), or `Llama3Scaling`; None: as they are.
-        interleaved: numbers 2 i and 2 i + 1 are a pair, as in the paper; else i and i + R / 2, as in Llama.
+        share: the share of the numbers of a head that are rotated (GPT-NeoX: 0.25).
+        scaling: a number that divides positions (Chen et al. 2023), or `Llama3Scaling`; None: no scaling.
+        interleaved: whether numbers 2 i and 2 i + 1 are a pair, as in the paper; else i and i + R / 2, as in Llama.
     """
 
     theta: float = 10_000.0
@@ -89,10 +89,10 @@ class Rotary:
             raise ValueError(f"theta and scaling must leave angles finite, not {self.theta} and {self.scaling}")
 
     def turned(self, head_size: int) -> int:
-        """R, of a head of K numbers.
+        """Return R for a head of K numbers.
 
         Raises:
-            ValueError: it is odd, or 0.
+            ValueError: R is odd or 0.
         """
         turned = int(head_size * self.share)
         if turned < 2 or turned % 2:
@@ -102,30 +102,30 @@ class Rotary:
         return turned
 
     def tables(self, head_size: int, length: int, like: Tensor) -> tuple[Tensor, Tensor]:
-        """Return cosine and sine, `[P, R / 2]` with P of `length` at least, on the device of `like`.
+        """Return cosine and sine, `[P, R / 2]` with P of at least `length`, on the device of `like`.
 
-        They are fp64 for fp64, else fp32, rounded once.
+        They are fp64 if `like` is, else fp32, and rounded once.
         """
         dtype = torch.float64 if like.dtype == torch.float64 else torch.float32
         if compiling() or dispatch_modes() or transformed() or tracing_state() is not None:
-            # What they make is of no use to others, and to a trace lengths are tensors.
+            # Tensors created in these modes cannot be cached, and in a trace lengths are tensors.
             return self._tables(head_size, length, like.device, dtype)
         length = max(_SHORTEST, 1 << (length - 1).bit_length())
         key = self, head_size, length, like.device, dtype
         captured = capturing(like)
-        kept = _KEPT.get(key)
-        if kept is None:
-            with torch.inference_mode(False), torch.no_grad():  # or they would be of no use to training afterwards
-                kept = self._tables(head_size, length, like.device, dtype)
-            if not captured:  # a graph's lie in its memory, and have values after its first replay
-                while len(_KEPT) >= _MOST:
-                    _KEPT.pop(next(iter(_KEPT)), None)
-                _KEPT[key] = kept
-        elif captured and key not in _READ_BY_GRAPHS:  # from now on the graph reads them there
-            if len(_READ_BY_GRAPHS) >= _MOST:
-                return self._tables(head_size, length, like.device, dtype)  # in memory of the graph
-            _READ_BY_GRAPHS[key] = kept
-        return kept
+        tables = _TABLES.get(key)
+        if tables is None:
+            with torch.inference_mode(False), torch.no_grad():  # so that later training can use the tables
+                tables = self._tables(head_size, length, like.device, dtype)
+            if not captured:  # captured tables lie in the graph's memory, without values before its first replay
+                while len(_TABLES) >= _MAX_TABLES:
+                    _TABLES.pop(next(iter(_TABLES)), None)
+                _TABLES[key] = tables
+        elif captured and key not in _GRAPH_TABLES:  # the graph will read these tables, so they must stay
+            if len(_GRAPH_TABLES) >= _MAX_TABLES:
+                return self._tables(head_size, length, like.device, dtype)  # in the graph's memory
+            _GRAPH_TABLES[key] = tables
+        return tables
 
     def _tables(self, head_size: int, length: int, device: torch.device, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         turned = self.turned(head_size)

@@ -1,7 +1,7 @@
-"""Drop-in stacks of layers: torch.nn.TransformerEncoder and TransformerDecoder on our layers.
+"""Drop-in stacks of layers: torch.nn.TransformerEncoder and TransformerDecoder on fastformer's layers.
 
 A stack packs a padded batch once, runs every layer on real tokens, and unpacks once: in training and in inference, with
-the masks that torch takes. `packed` is the part in between, for sequences that never were padded.
+torch's masks. `packed` only runs the layers, for sequences that are packed already.
 
 Letters: B batch, T targets, S sources, D model width.
 """
@@ -31,9 +31,9 @@ from fastformer.packing import Layout, from_nested, pack, to_nested, unpack
 
 @drop_in
 class TransformerEncoder(Stack, nn.TransformerEncoder):
-    """torch.nn.TransformerEncoder on our layers; a layer of torch's becomes one of ours.
+    """torch.nn.TransformerEncoder on fastformer's layers; a torch.nn layer is converted.
 
-    A batch with a src_key_padding_mask runs without its padding (`padding_free`), and its padded rows are 0. Numbers
+    A batch with a src_key_padding_mask runs without its padding (`padding_free`), and its padded rows are 0. Outputs
     of real tokens are torch's. A mask may have padding anywhere; one of 0 and -inf counts as bool.
 
     Args:
@@ -68,15 +68,15 @@ class TransformerEncoder(Stack, nn.TransformerEncoder):
         """Run every layer, then the norm; arguments as in the layer.
 
         Args:
-            src: a padded batch, or a nested tensor, which comes out as one of layout torch.jagged.
+            src: a padded batch, or a nested tensor; the output is then nested, with layout torch.jagged.
             mask: as src_mask of the layer.
-            src_key_padding_mask: as there.
-            is_causal: states that mask is the causal mask, which need not be given; None = not stated.
-            padding_free: overrules the attribute.
-            need_weights: whether the weights of all layers and heads are returned, too; the batch then runs padded.
+            src_key_padding_mask: as in the layer.
+            is_causal: states that mask is the causal mask, which may then be omitted; None: not stated.
+            padding_free: overrides the attribute for this call.
+            need_weights: whether the weights of all layers and heads are also returned; the batch then runs padded.
 
         Returns:
-            The output, of src's shape; with need_weights a pair, of it and the weights `[layers, B, H, S, S]`.
+            The output, of src's shape; with need_weights, a pair: the output and the weights `[layers, B, H, S, S]`.
 
         Raises:
             RuntimeError: need_weights, and a layer or its attention has hooks or another class.
@@ -96,7 +96,7 @@ class TransformerEncoder(Stack, nn.TransformerEncoder):
         output = src = finite_padding(src, zeroed, inspection.batch_first)
         padding, hint = src_key_padding_mask, is_causal is True
         if need_weights:
-            out, weights = self._weigh(src, (mask, padding, hint))
+            out, weights = self._run_with_weights(src, (mask, padding, hint))
             return zero_padding(out, zeroed, inspection.batch_first), weights
         if inspection.called is not None:  # in torch's form
             mask, padding = encoder_masks(mask, padding, src)
@@ -116,11 +116,11 @@ class TransformerEncoder(Stack, nn.TransformerEncoder):
 
         Args:
             tokens: of all sequences, one after another.
-            layout: where they lie.
-            causal: whether a token attends to itself and earlier ones of its sequence only.
+            layout: the layout of tokens.
+            causal: whether a token attends only to itself and earlier tokens of its sequence.
             mask: as in forward, over layout.columns.
 
-        Stacks, layers and attention with hooks or of another class are called with a padded batch.
+        The stack is called on a padded batch if it, a layer or attention has hooks or another class.
         """
         batch_first = self._called_padded
         if batch_first is None:
@@ -134,20 +134,20 @@ class TransformerEncoder(Stack, nn.TransformerEncoder):
 
         Args:
             rows: R.
-            longest: the most tokens that a row may read; the cache never has room for more.
-            capacity: room for so many tokens at once, at addresses that stay: what a CUDA graph needs
-                (`fastformer.nn.static_cache`). It limits a row by itself, without `longest`.
+            longest: the most tokens that a row may read, and the largest capacity.
+            capacity: a fixed capacity in tokens, at fixed addresses, as CUDA graphs need
+                (`fastformer.nn.static_cache`). It also limits the tokens of a row; `longest` must then be None.
 
         Raises:
             ValueError: a number is out of range, or both longest and capacity are given.
-            RuntimeError: a layer or attention has hooks or another class, or a part may look at several positions.
+            RuntimeError: a layer or attention has hooks or another class, or a module may look at several positions.
         """
         return make_cache(self, rows, None, 1, longest, capacity)
 
 
 @drop_in
 class TransformerDecoder(Stack, nn.TransformerDecoder):
-    """torch.nn.TransformerDecoder on our layers; a layer of torch's becomes one of ours.
+    """torch.nn.TransformerDecoder on fastformer's layers; a torch.nn layer is converted.
 
     A batch with a key padding mask runs without that padding (`padding_free`); its padded rows are 0.
     """
@@ -172,30 +172,30 @@ class TransformerDecoder(Stack, nn.TransformerDecoder):
         """Run every layer, then the norm; arguments as in the layer.
 
         Args:
-            tgt, memory: padded batches, or nested tensors, and then the output is one of layout torch.jagged.
+            tgt, memory: padded batches, or nested tensors; the output is then nested, with layout torch.jagged.
             tgt_mask, memory_mask, tgt_key_padding_mask, memory_key_padding_mask, memory_is_causal: as in the layer.
-            tgt_is_causal: states that tgt_mask is the causal mask, which need not be given; None = not stated.
-            padding_free: overrules the attribute.
-            need_weights: whether the weights of all layers and heads are returned, too; the batch then runs padded.
+            tgt_is_causal: states that tgt_mask is the causal mask, which may then be omitted; None: not stated.
+            padding_free: overrides the attribute for this call.
+            need_weights: whether the weights of all layers and heads are also returned; the batch then runs padded.
 
         Returns:
-            The output, of tgt's shape; with need_weights it, the weights of self-attention `[layers, B, H, T, T]`, and
-            those of attention to the memory `[layers, B, H, T, S]`.
+            The output, of tgt's shape; with need_weights also the weights of self-attention `[layers, B, H, T, T]` and
+            of attention to the memory `[layers, B, H, T, S]`.
 
         Raises:
             RuntimeError: as in the encoder.
         """
         check_types(("tgt",), tgt)
         inspection = inspect_stack(self)
-        usual = isinstance(memory, Tensor)  # layers of your own may take something else, or None, as in torch
-        if not need_weights and (tgt.is_nested or (usual and memory.is_nested)):
+        tensor_memory = isinstance(memory, Tensor)  # custom layers may take another type, or None, as in torch
+        if not need_weights and (tgt.is_nested or (tensor_memory and memory.is_nested)):
             masks = tgt_mask, memory_mask, tgt_key_padding_mask, memory_key_padding_mask
             _refuse("tgt and memory", inspection.obstacle, *masks)
             (tokens, layout), (keys, key_layout) = from_nested(tgt), from_nested(memory)
             tokens = self._run_packed(tokens, layout, keys, key_layout, bool(tgt_is_causal), None, None)
             return to_nested(tokens, layout)
         if (
-            usual
+            tensor_memory
             and not need_weights
             and self.skips(inspection, padding_free, tgt_key_padding_mask, memory_key_padding_mask)
             and not (memory_is_causal and memory_mask is None)
@@ -214,7 +214,7 @@ class TransformerDecoder(Stack, nn.TransformerDecoder):
         if need_weights:
             own_masks = tgt_mask, tgt_key_padding_mask, hint
             memory_masks = memory_mask, memory_key_padding_mask, memory_is_causal
-            out, *weights = self._weigh(tgt, memory, own_masks, memory_masks)
+            out, *weights = self._run_with_weights(tgt, memory, own_masks, memory_masks)
             return zero_padding(out, zeroed[0], inspection.batch_first), *weights
         if inspection.called is not None:  # in torch's form
             check_masks(("tgt_mask",), tgt_mask)
@@ -237,7 +237,7 @@ class TransformerDecoder(Stack, nn.TransformerDecoder):
     def read_target(
         self, tgt: Tensor, padding: Tensor | None, source: PackedInput, counting: set[str]
     ) -> PackedInput | None:
-        """Read the target side; None if it does not fit the source's, which the padded way then reports."""
+        """Return the target side; None if it does not fit the source side, which the padded run then reports."""
         counts = "self_attn" in counting, "multihead_attn" in counting
         side = read_side(tgt, padding, source.batch_first, *counts)
         fits = side is not None and side.layout.batch == source.layout.batch and side.batched == source.batched
@@ -273,10 +273,10 @@ class TransformerDecoder(Stack, nn.TransformerDecoder):
 
         Args:
             tokens: of all targets, one after another.
-            layout: where they lie.
-            memory: of all sources, one after another.
-            memory_layout: where they lie.
-            causal: whether a target attends to itself and earlier ones of its sequence only.
+            layout: the layout of tokens.
+            memory: the encoder's outputs of all sources, one after another.
+            memory_layout: the layout of memory.
+            causal: whether a target attends only to itself and earlier targets of its sequence.
             tgt_mask, memory_mask: as in forward, over the columns of the layouts.
         """
         batch_first = self._called_padded
@@ -309,11 +309,11 @@ class TransformerDecoder(Stack, nn.TransformerDecoder):
                 packed `[S, D]` with its layout.
             memory_key_padding_mask: `[B, S]`, True or -inf = ignore.
             memory_layout: of packed memory.
-            hypotheses: N, rows that share one sentence's memory: rows b * N to b * N + N - 1 are sentence b's.
+            hypotheses: N, the rows that share a sentence's memory: rows b * N to b * N + N - 1 are those of sentence b.
             longest, capacity: as in the encoder.
 
         Raises:
-            ValueError: the memory and its mask or layout do not fit together; longest and capacity as there.
+            ValueError: the memory does not fit the mask or layout; for longest and capacity as in the encoder.
             RuntimeError: as in the encoder.
         """
         check_masks(("memory_key_padding_mask",), memory_key_padding_mask)
@@ -329,13 +329,13 @@ class TransformerDecoder(Stack, nn.TransformerDecoder):
                 )
             memory, memory_layout = side.pack(memory), side.layout
         elif memory_key_padding_mask is not None:
-            raise ValueError("memory_key_padding_mask must be None with memory_layout, which says where memories lie")
-        kept = memory, without_gaps(memory_layout, memory.device)
-        return make_cache(self, memory_layout.batch * hypotheses, kept, hypotheses, longest, capacity)
+            raise ValueError("memory_key_padding_mask must be None with memory_layout: packed memory has no padding")
+        packed_memory = memory, without_gaps(memory_layout, memory.device)
+        return make_cache(self, memory_layout.batch * hypotheses, packed_memory, hypotheses, longest, capacity)
 
 
 def _refuse(name: str, obstacle: str | None, *masks: Tensor | None) -> None:
-    """Raise if a nested tensor comes with a mask, or meets layers that need a padded batch."""
+    """Raise if a nested tensor is given with a mask, or to layers that need a padded batch."""
     if any(mask is not None for mask in masks):
         raise ValueError(f"{name} must not be nested where a mask is given: nested tensors hold no padding")
     if obstacle is not None:

@@ -1,8 +1,8 @@
-"""A cache of fixed capacity, whose steps read what changes from tensors, so that a CUDA graph can replay them.
+"""A cache of fixed capacity, whose steps read lengths from tensors, so that a CUDA graph can replay them.
 
-Keys and values are written at positions that a tensor holds; attention gets the whole capacity and, as a tensor too,
-how much of it is filled. The kernels skip what lies beyond. Plain PyTorch computes it and gives it weight 0, so that on
-a CPU this costs more than `KVCache`.
+Keys and values are written at positions from a tensor. Attention reads the whole capacity and gets the filled lengths
+as a tensor. The kernels skip unfilled positions. Plain PyTorch computes them with weight 0, so on a CPU this costs more
+than `KVCache`.
 """
 
 import torch
@@ -18,11 +18,11 @@ from fastformer.settings import check_value
 class StaticKVCache(KVCache):
     """Keys and values for R rows of at most `capacity` tokens.
 
-    One token a row is read by the same operations on the same tensors each time: capture that. Other steps, and
-    `reorder`, `keep`, `crop` and `grow`, are not for graphs; `keep` and `grow` replace the tensors.
+    A step of one token a row runs the same operations on the same tensors each time, so a CUDA graph can capture it.
+    Other steps, `reorder`, `keep`, `crop` and `grow` cannot be captured; `keep` and `grow` replace the tensors.
 
     Attributes:
-        lengths: int64 `[R]`, on the device; of what a replayed graph has read, too.
+        lengths: int64 `[R]`, on the device; replayed graphs update it.
     """
 
     @torch.inference_mode(False)
@@ -41,10 +41,10 @@ class StaticKVCache(KVCache):
         self._empty = True  # no row has read anything
 
     def grow(self, capacity: int) -> None:
-        """Have room for `capacity` tokens a row, in other tensors."""
+        """Increase the capacity to `capacity` tokens a row; replaces the tensors."""
         check_value("capacity", capacity, int, {"of before": self.capacity}, at_least="of before")
-        for kept in self.layers:
-            kept.grow(capacity)
+        for layer_cache in self.layers:
+            layer_cache.grow(capacity)
         self.capacity = capacity
 
     def write(self, count: int, layout: Layout | None) -> KVWrite:
@@ -82,5 +82,5 @@ def make_cache(
     if capacity is None:
         return KVCache(stack, rows, memory, hypotheses, longest)
     if longest is not None:
-        raise ValueError(f"longest must be None with capacity, which is the most that a row may read, not {longest}")
+        raise ValueError(f"longest must be None with capacity, which limits the tokens of a row, not {longest}")
     return StaticKVCache(stack, rows, memory, hypotheses, capacity)

@@ -1,4 +1,4 @@
-"""What a layer is made of: attention callables, and residual, dropout and norm in one op where the parts allow it.
+"""Building blocks of layers: attention callables, and residual, dropout and norm in one op where modules allow it.
 
 Letters: D model width.
 """
@@ -15,14 +15,14 @@ from fastformer.nn.modules import LayerNorm, RMSNorm
 
 Attention = Callable[[Tensor], Tensor]  # normalised input -> attention output, of the same shape
 
-NORMS = (LayerNorm, nn.LayerNorm, RMSNorm, nn.RMSNorm)  # those that an op may take with the sum before them
+NORMS = (LayerNorm, nn.LayerNorm, RMSNorm, nn.RMSNorm)  # an op may compute these together with the sum before them
 
 
 class DeferredResidual(NamedTuple):
-    """residual + dropout(x), not yet added up: the next norm adds in one op with its own work.
+    """The sum residual + dropout(x) before it is computed: the next norm adds it in the same op.
 
     Attributes:
-        plain: whether an op may do the dropout.
+        plain: whether an op may apply the dropout.
     """
 
     x: Tensor
@@ -41,32 +41,32 @@ class DeferredResidual(NamedTuple):
 
         Args:
             norm: the module.
-            plain: whether an op may do the norm.
-            dtype: of the norm; that of the sum if None.
+            plain: whether an op may compute the norm.
+            dtype: of the norm; if None, that of the sum.
         """
-        # A replaced attention may return what broadcasts.
+        # A replaced attention may return a tensor that broadcasts.
         if not (plain and self.plain and self.x.shape == self.residual.shape):
             total = self.add()
             return norm(total), total
-        given = self.x, self.residual, norm.normalized_shape, norm.weight
+        operands = self.x, self.residual, norm.normalized_shape, norm.weight
         dropout_p = self.dropout.p if self.dropout.training else 0.0
         if isinstance(norm, nn.RMSNorm):
-            return functional.dropout_add_rms_norm(*given, eps=norm.eps, dropout_p=dropout_p, dtype=dtype)
-        return functional.dropout_add_layer_norm(*given, norm.bias, eps=norm.eps, dropout_p=dropout_p, dtype=dtype)
+            return functional.dropout_add_rms_norm(*operands, eps=norm.eps, dropout_p=dropout_p, dtype=dtype)
+        return functional.dropout_add_layer_norm(*operands, norm.bias, eps=norm.eps, dropout_p=dropout_p, dtype=dtype)
 
 
 def norm_of(
     x: Tensor | DeferredResidual, norm: Any, plain: bool, dtype: torch.dtype | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Return the norm of x, and x added up; arguments as of `DeferredResidual.norm`."""
+    """Return the norm of x, and x as a tensor; arguments as of `DeferredResidual.norm`."""
     if isinstance(x, DeferredResidual):
         return x.norm(norm, plain, dtype)
     if dtype is None or not plain:
         return norm(x), x
-    given = x, norm.normalized_shape, norm.weight
+    operands = x, norm.normalized_shape, norm.weight
     if isinstance(norm, nn.RMSNorm):
-        return functional.rms_norm(*given, norm.eps, dtype=dtype), x
-    return functional.layer_norm(*given, norm.bias, norm.eps, dtype=dtype), x
+        return functional.rms_norm(*operands, norm.eps, dtype=dtype), x
+    return functional.layer_norm(*operands, norm.bias, norm.eps, dtype=dtype), x
 
 
 def product_dtype(x: Tensor | DeferredResidual) -> torch.dtype | None:
@@ -85,15 +85,15 @@ def padded_call(
     is_causal: bool,
     weights: list[Tensor] | None = None,
 ) -> Attention:
-    """Return attention in a padded batch, to itself or to memory, called as torch's layers call it."""
+    """Return a callable for attention in a padded batch, to itself or to memory, called as torch's layers call it."""
 
     def attend(x: Tensor) -> Tensor:
         kv = x if memory is None else memory
         rules = {"attn_mask": mask, "key_padding_mask": padding, "is_causal": is_causal}
         if weights is None:
             return attention(x, kv, kv, need_weights=False, **rules)[0]  # type: ignore[no-any-return]
-        out, found = attention(x, kv, kv, need_weights=True, average_attn_weights=False, **rules)
-        weights.append(found)
+        out, of_heads = attention(x, kv, kv, need_weights=True, average_attn_weights=False, **rules)
+        weights.append(of_heads)
         return out  # type: ignore[no-any-return]
 
     return attend

@@ -1,4 +1,4 @@
-"""Drop-in torch.nn.Transformer: an encoder whose output goes to a decoder without ever being padded.
+"""Drop-in torch.nn.Transformer, whose encoder passes packed outputs to the decoder.
 
 Letters: B batch, T targets, S sources, D model width.
 """
@@ -23,7 +23,7 @@ from fastformer.packing import Layout
 
 @drop_in
 class Transformer(nn.Transformer):
-    """torch.nn.Transformer on our stacks; custom encoders and decoders are used as they are."""
+    """torch.nn.Transformer on fastformer's stacks; custom encoders and decoders are used unchanged."""
 
     def __init__(
         self,
@@ -45,7 +45,7 @@ class Transformer(nn.Transformer):
         **options: Unpack[LayerOptions],
     ) -> None:
         if options and custom_encoder is not None and custom_decoder is not None:
-            raise ValueError(f"{', '.join(options)} must not be given with stacks of your own for both")
+            raise ValueError(f"{', '.join(options)} must not be given with both custom_encoder and custom_decoder")
         check_options(options, LayerOptions)
         factory: dict[str, Any] = {"device": device, "dtype": dtype}
         sizes: Any = d_model, nhead, dim_feedforward, dropout, activation, layer_norm_eps, batch_first, norm_first, bias
@@ -75,9 +75,9 @@ class Transformer(nn.Transformer):
     ) -> Tensor:
         """Encode src `[S, B, D]`, decode tgt `[T, B, D]` with it (`[B, …]` if batch_first): `[T, B, D]`.
 
-        Masks are torch's, True = ignore. Where memory_key_padding_mask is src_key_padding_mask, the encoder's output
-        goes to the decoder without ever being padded. Where it is not, and the decoder attends to padded sources, their
-        rows are what torch computes there, not 0.
+        Masks are torch's, True = ignore. If memory_key_padding_mask equals src_key_padding_mask, the decoder gets the
+        encoder's output packed, without padding. Otherwise the decoder may attend to padded sources; their rows have
+        the values that torch computes, not 0.
         """
         check_types(("src", "tgt"), src, tgt)
         if not (src.is_nested or tgt.is_nested):
@@ -136,9 +136,9 @@ class Transformer(nn.Transformer):
         return self.decoder
 
     def _encode_padded(self, src: Tensor, same: bool, **masks: Any) -> Tensor:
-        """Call the encoder; rows of padding that the decoder will see, where not `same`, are torch's, not 0."""
-        ours = getattr(type(self.encoder), "forward", None) is TransformerEncoder.forward
-        options = {} if same or not ours else {"padding_free": False}
+        """Call the encoder; unless `same`, the decoder may see padded rows, so they have torch's values, not 0."""
+        is_fastformers = getattr(type(self.encoder), "forward", None) is TransformerEncoder.forward
+        options = {} if same or not is_fastformers else {"padding_free": False}
         return self.encoder(src, **masks, **options)  # type: ignore[no-any-return]
 
     def _check(self, src: Tensor, tgt: Tensor) -> None:
@@ -154,8 +154,8 @@ class Transformer(nn.Transformer):
         self, src: Tensor, padding: Tensor | None, tgt: Tensor, tgt_padding: Tensor | None
     ) -> tuple[PackedInput, PackedInput] | None:
         """Read both sides if both stacks are fastformer's, run without padding, and have no hooks."""
-        ours = type(self.encoder) is TransformerEncoder and type(self.decoder) is TransformerDecoder
-        if not ours or has_own_hooks(self.encoder) or has_own_hooks(self.decoder):
+        are_fastformers = type(self.encoder) is TransformerEncoder and type(self.decoder) is TransformerDecoder
+        if not are_fastformers or has_own_hooks(self.encoder) or has_own_hooks(self.decoder):
             return None
         encoder, decoder = inspect_stack(self.encoder), inspect_stack(self.decoder)
         if encoder.batch_first != decoder.batch_first:

@@ -58,7 +58,9 @@ CHANGES = {
     "layers.1.norm2 normalises over 2 dimensions": lambda layer: setattr(
         layer, "norm2", nn.LayerNorm((T, D), dtype=torch.float64)
     ),
-    "layers.1.activation is a function of your own": lambda layer: setattr(layer, "activation", lambda x: x.softmax(1)),
+    "layers.1.activation is a function that is not declared token_wise": lambda layer: setattr(
+        layer, "activation", lambda x: x.softmax(1)
+    ),
     "layers.1.activation is a Softmax": lambda layer: setattr(layer, "activation", nn.Softmax(1)),
     "layers.1.self_attn has add_bias_kv or add_zero_attn": lambda layer: setattr(
         layer,
@@ -91,9 +93,9 @@ def test_a_layer_or_norm_of_another_kind_gets_the_whole_batch():
             return super().forward(src, **masks).flip(1)
 
     stack = fastformer.TransformerEncoder(Own(D, H, FF, batch_first=True), 2)
-    assert stack.obstacle() == "layers.0 is a Own with a part of its own"
+    assert stack.obstacle() == "layers.0 is a Own that overrides forward or a block"
     nested = to_nested(torch.zeros(3, D), Layout.from_lengths([2, 1]))
-    message = "must not be nested where layers need a padded batch: layers.0 is a Own with a part of its own"
+    message = "must not be nested where layers need a padded batch: layers.0 is a Own that overrides forward or a block"
     with pytest.raises(RuntimeError, match="src " + message):
         stack(nested)
     stack = fastformer.TransformerDecoder(OwnDecoderLayer(D, H, FF), 2)

@@ -179,7 +179,7 @@ def test_need_weights_refuses_what_it_would_not_call():
         ours(torch.nested.nested_tensor([x[0], x[1, :2]], layout=torch.jagged), need_weights=True)
     empty = copy.deepcopy(ours)
     empty.layers = nn.ModuleList()
-    with pytest.raises(RuntimeError, match="the stack has no layers, of which need_weights consists"):
+    with pytest.raises(RuntimeError, match="the stack has no layers, which need_weights needs"):
         empty(x, need_weights=True)
     ours.layers[1].register_forward_hook(lambda module, given, out: None)
     with pytest.raises(RuntimeError, match=r"layers\.1 has hooks, which need_weights does not call"):

@@ -11,10 +11,10 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import fastformer
 from fastformer import functional
-from fastformer.nn.modules import OURS
+from fastformer.nn.modules import DROP_INS
 
 
-@pytest.mark.parametrize("ours", OURS.values())
+@pytest.mark.parametrize("ours", DROP_INS.values())
 def test_forward_takes_torchs_arguments_in_torchs_order_and_every_argument_by_position(ours: type[nn.Module]) -> None:
     """torch.onnx's exporter of traces passes every argument of a signature by position."""
     given, expected = (inspect.signature(cls.forward).parameters for cls in (ours, getattr(nn, ours.__name__)))

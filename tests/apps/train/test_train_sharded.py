@@ -58,7 +58,7 @@ def test_gathered_layers_decode_with_a_cache_and_others_say_why_not(steps):
         caches = each["caches"]
         assert caches["found"] == caches["plain"] > 1
         assert caches["said"] == (
-            "layers.0 holds a part of its parameters, and decoding with a cache gathers none: unshard() it"
+            "layers.0 is sharded, and decoding with a cache does not gather parameters: call unshard() on it"
         )
 
 

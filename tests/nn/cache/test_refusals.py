@@ -86,7 +86,7 @@ def test_declared_parts_are_token_wise() -> None:
 
     ours.layers[0].linear1.__class__ = Doubled
     ours.layers[0].activation = functools.partial(nn.functional.gelu, approximate="none")
-    assert ours.obstacle() == "layers.0.activation is a function of your own"
+    assert ours.obstacle() == "layers.0.activation is a function that is not declared token_wise"
     ours.layers[0].activation = fastformer.token_wise(functools.partial(nn.functional.gelu, approximate="tanh"))
     assert ours.obstacle() is None
 
@@ -155,7 +155,7 @@ def test_wrong_memories_and_hypotheses() -> None:
     with pytest.raises(ValueError, match="hypotheses must be at least 1, not 0"):
         ours.new_cache(memory, hypotheses=0)
     cache = ours.new_cache(memory, hypotheses=2)
-    with pytest.raises(ValueError, match=r"rows must stay among the 2 of their sentence: \[0, 2, 2, 3\]"):
+    with pytest.raises(ValueError, match=r"rows must be among the 2 of the same sentence, not \[0, 2, 2, 3\]"):
         cache.reorder(torch.tensor([0, 2, 2, 3]))
 
 
@@ -173,7 +173,7 @@ def test_what_is_put_in_the_way_later_is_refused_by_the_step() -> None:
     _, ours = both("encoder")
     cache = ours.new_cache(2)
     ours.layers[0].__class__ = type("Mine", (type(ours.layers[0]),), {"forward": lambda self, x: x})
-    with pytest.raises(RuntimeError, match=r"^layers\.0 is a Mine with a part of its own, which decoding"):
+    with pytest.raises(RuntimeError, match=r"^layers\.0 is a Mine that overrides forward or a block, which decoding"):
         ours.step(torch.zeros(2, 1, D, dtype=torch.float64), cache)
     model = fastformer.Transformer(D, HEADS, 1, 1, 24, batch_first=True)
     model.register_forward_hook(lambda *given: None)

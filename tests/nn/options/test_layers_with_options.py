@@ -236,5 +236,5 @@ def test_what_does_not_fit_the_op():
         fastformer.MultiheadAttention(D, H, add_bias_kv=True, kv_heads=2)
     with pytest.raises(RuntimeError, match="activation should be relu/gelu/silu"):
         fastformer.TransformerEncoderLayer(D, H, activation="swish")
-    with pytest.raises(ValueError, match="must not be given with stacks of your own"):
+    with pytest.raises(ValueError, match="must not be given with both custom_encoder and custom_decoder"):
         fastformer.Transformer(D, H, custom_encoder=nn.Identity(), custom_decoder=nn.Identity(), norm="rms")

@@ -84,13 +84,13 @@ def test_tables_grow_by_doubling_and_are_made_once():
 def test_tables_of_a_transform_are_kept_from_others():
     rotary, like = Rotary(theta=777.0), torch.zeros(1)
     torch.func.vmap(lambda x: x * rotary.tables(8, 4, like)[0][0, 0])(torch.zeros(3))
-    assert not any(key[0] == rotary for key in tables._KEPT)
+    assert not any(key[0] == rotary for key in tables._TABLES)
 
 
 def test_tables_of_a_graph_are_kept_from_others_and_those_it_reads_stay(monkeypatch):
     """What is captured for CUDA has no values yet, and later reads the places that it was shown."""
     rotary, like = Rotary(theta=888.0), torch.zeros(1)
-    for name, value in (("_MOST", 2), ("_KEPT", {}), ("_READ_BY_GRAPHS", {})):
+    for name, value in (("_MAX_TABLES", 2), ("_TABLES", {}), ("_GRAPH_TABLES", {})):
         monkeypatch.setattr(tables, name, value)
     monkeypatch.setattr(tables, "capturing", lambda x: True)
     made = rotary.tables(8, 4, like)
@@ -102,12 +102,12 @@ def test_tables_of_a_graph_are_kept_from_others_and_those_it_reads_stay(monkeypa
     monkeypatch.setattr(tables, "capturing", lambda x: False)
     for theta in (1.0, 2.0, 3.0):
         Rotary(theta).tables(8, 4, like)
-    assert len(tables._KEPT) == 2
-    assert [kept is before for kept in tables._READ_BY_GRAPHS.values()] == [True]
+    assert len(tables._TABLES) == 2
+    assert [kept is before for kept in tables._GRAPH_TABLES.values()] == [True]
     monkeypatch.setattr(tables, "capturing", lambda x: True)
     for theta in (2.0, 3.0, 2.0, 3.0):  # one more than are kept: that graph makes its own
         Rotary(theta).tables(8, 4, like)
-    assert len(tables._READ_BY_GRAPHS) == 2
+    assert len(tables._GRAPH_TABLES) == 2
 
 
 @pytest.mark.parametrize(

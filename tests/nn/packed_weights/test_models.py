@@ -47,7 +47,7 @@ def test_a_packed_model_writes_the_same(monkeypatch: pytest.MonkeyPatch, options
 @pytest.mark.parametrize("few", [True, False])
 def test_without_blocks_weights_are_parameters_by_columns(monkeypatch: pytest.MonkeyPatch, few: bool) -> None:
     """Where a weight is small, and where there is no oneDNN; an embedding that shares it keeps its rows."""
-    monkeypatch.setattr(inference_weights, *(("_LEAST", 1 << 18) if few else ("_BLOCKS", False)))
+    monkeypatch.setattr(inference_weights, *(("_MIN_PACKED_SIZE", 1 << 18) if few else ("_BLOCKS", False)))
     model = nn.Sequential(nn.Embedding(5, 4), nn.Linear(4, 5), nn.Linear(4, 5))
     model[1].weight = model[0].weight
     before = model[1](model[0](torch.tensor([1, 2])))

@@ -47,7 +47,7 @@ def test_every_number_of_rows_after_any_other(D: int, K: int, rows: tuple[int, .
         for given in (x, x[:, None], x[None], x[:, None].expand(M, 2, K)):
             check(F.linear(given, weight, bias), given, values, bias)
             check(F.linear(given, weight[1:3], bias[1:3]), given, values[1:3], bias[1:3])
-    assert weight.kept[None].layout is torch._mkldnn  # type: ignore[attr-defined]
+    assert weight.copies[None].layout is torch._mkldnn  # type: ignore[attr-defined]
 
 
 @torch.no_grad()
@@ -60,7 +60,7 @@ def test_parts_are_rows_of_the_whole() -> None:
     assert weight[4:] is k  # packed once
     for first in range(12):
         check(F.linear(x, weight[first:]), x, values[first:])
-    assert len(weight.kept) <= inference_weights._PARTS + 1
+    assert len(weight.copies) <= inference_weights._MAX_SLICES + 1
 
 
 @torch.no_grad()

@@ -94,7 +94,7 @@ def test_a_loss_that_seeds_twice_drops_the_same_twice(together):
     model = random_model(dropout=0.5).train().to(DEVICE)
     update = Update(model, loss, TrainConfig(steps=1), Processes())
     if together:  # what ours are spared: the test can tell
-        update._ours = True
+        update._runs_known_code = True
     with fastformer.backend("triton"):
         update.gradients([random_batch([(3, 2), (1, 4)])])
     assert (differences != [0.0]) == together

@@ -1,4 +1,4 @@
-"""What the training loop asks of data; `fastformer.apps.text.Batches` has it, and so may a user's own class."""
+"""Protocols of the training loop's data, which `fastformer.apps.text.Batches` and users' own classes implement."""
 
 from collections.abc import Iterator
 from typing import Any, Protocol, Self
@@ -9,10 +9,10 @@ import torch
 class AnyBatch(Protocol):
     """A batch of the training loop.
 
-    Several processes need `share(rank, world)`, too: the part of process `rank`, a batch or None. Every sentence must
-    be in exactly one of the parts. CUDA graphs need a dataclass whose `SIDES` name all its fields
-    (`fastformer.apps.text.Side`), ids packed `[T]`, and a loss that takes a `Layout` in place of lengths and asks for
-    nothing but the fields.
+    Several processes also need `share(rank, world)`, which returns the sentences of process `rank` as a batch, or None.
+    Every sentence must be in the batch of exactly one process. CUDA graphs need a dataclass whose `SIDES` name all its
+    fields (`fastformer.apps.text.Side`), and ids packed `[T]`. The loss must then accept a `Layout` in place of lengths
+    and read nothing but the fields.
     """
 
     @property
@@ -26,8 +26,8 @@ class AnyBatch(Protocol):
 class BatchSource(Protocol):
     """The training data. The batches of an epoch must depend on its number only, not on global generators.
 
-    `longest`, if it has that, is the number of tokens of its longest sequence; CUDA graphs need it for models that
-    take no longer ones.
+    The optional attribute `longest` is the number of tokens of the longest sequence; CUDA graphs need it for models
+    with a limit of length.
     """
 
     def batches_in(self, epoch: int) -> int:

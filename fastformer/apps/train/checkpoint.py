@@ -1,4 +1,4 @@
-"""How one checkpoint is written and read: a folder of safetensors and JSON files, which a rename makes complete.
+"""Write and read one checkpoint: a folder of safetensors and JSON files, complete once it has been renamed.
 
     model.safetensors      weights: all that inference needs
     optimizer.safetensors  the optimizer's tensors, such as "3.exp_avg" of parameter 3
@@ -6,7 +6,7 @@
     meta.json              step, architecture, metrics, and size and SHA-256 of the other files; written last
 
 An average of checkpoints has neither optimizer nor state. Nothing is unpickled. Names, shapes, dtypes and sizes are
-compared with the model before a tensor is copied. `checkpoint_folder.py` says which checkpoints a run keeps.
+compared with the model before a tensor is copied. `checkpoint_folder.py` decides which checkpoints a run keeps.
 """
 
 import dataclasses
@@ -37,7 +37,7 @@ from fastformer.apps.train.weights import (
 
 WEIGHTS, OPTIMIZER, STATE, META = "model.safetensors", "optimizer.safetensors", "state.json", "meta.json"
 
-# The tensors that an optimizer keeps for a parameter.
+# The tensors in an optimizer's state for one parameter.
 OPTIMIZER_TENSORS = {"adamw": ("step", "exp_avg", "exp_avg_sq"), "adam": ("step", "exp_avg", "exp_avg_sq"),
                      "sgd": ("momentum_buffer",)}  # fmt: skip
 
@@ -50,16 +50,16 @@ def write_checkpoint(
     config: Any = None,
     metrics: Mapping[str, float] | None = None,
 ) -> None:
-    """Write the files of a checkpoint into a folder that is there, meta.json last, and flush them to the disk.
+    """Write the files of a checkpoint into an existing folder, meta.json last, and flush them to the disk.
 
     Args:
-        folder: hidden; it is renamed afterwards.
-        step: of the run.
-        weights: of the model.
-        state: what resuming needs: plain values, and under "optimizer" {parameter: {name: tensor}}. None: the
+        folder: hidden folder, which the caller renames afterwards.
+        step: number of optimizer steps so far.
+        weights: state dict of the model.
+        state: plain values that resuming needs, and under "optimizer" {parameter: {name: tensor}}. None: the
             checkpoint is an average.
         config: the architecture, a dataclass or mapping.
-        metrics: of the validation.
+        metrics: values of the validation.
     """
     write_weights(folder / WEIGHTS, weights)
     if state is not None:
@@ -103,7 +103,7 @@ class Checkpoint:
             }
             for name in files:
                 inside(path, name)
-            found = cls(path, int(meta["step"]), dict(meta["config"]), dict(meta["metrics"]), files)
+            checkpoint = cls(path, int(meta["step"]), dict(meta["config"]), dict(meta["metrics"]), files)
         except OSError as error:
             raise CheckpointError(f"{path / META}: cannot be read ({error.strerror}); not a checkpoint") from None
         except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError) as error:
@@ -113,10 +113,10 @@ class Checkpoint:
                 f"{path}: was written in shards, which this version does not read; with the version that wrote it, "
                 "resume the run with --no-sharded-checkpoints, which saves a whole checkpoint"
             )
-        return found
+        return checkpoint
 
     def check(self) -> "Checkpoint":
-        """Read all files and compare them with what was saved; raises CheckpointError naming the first that differs."""
+        """Compare all files with their saved size and SHA-256; raises CheckpointError naming the first that differs."""
         for name in self.files:
             self._check(name)
         return self
@@ -140,11 +140,11 @@ class Checkpoint:
         """Return {parameter: {name: tensor}}, as `torch.optim.Optimizer.state_dict` has it under "state".
 
         Args:
-            parameters: of the optimizer, in its order.
+            parameters: the optimizer's parameters, in its order.
             optimizer: a key of `OPTIMIZER_TENSORS`.
 
         Raises:
-            CheckpointError: naming the first tensor that such an optimizer lacks or has in another shape.
+            CheckpointError: naming the first tensor that the optimizer does not have, or has in another shape.
         """
         self._check(OPTIMIZER)
         tensors = read_weights(self.path / OPTIMIZER)
@@ -164,8 +164,8 @@ class Checkpoint:
         """Copy the weights into `model`.
 
         Args:
-            model: whose tensors are to have the names and shapes of those saved.
-            config: dataclass or mapping; it is compared with the checkpoint's first.
+            model: must have tensors of the saved names and shapes.
+            config: the model's configuration, a dataclass or mapping, which is compared first; None: no comparison.
 
         Raises:
             CheckpointError: naming what differs, is missing, is damaged or is not finite.
@@ -175,25 +175,26 @@ class Checkpoint:
         check_finite(model, self.path)
 
     def check_architecture(self, config: Any) -> None:
-        """Raise CheckpointError naming the first setting that differs in a model (dataclass or mapping; None: any).
+        """Raise CheckpointError naming the first setting that differs between a model and the checkpoint.
 
-        A setting that the checkpoint does not state is newer than it, and what it was before. One that states none at
-        all was written without a configuration.
+        config: the model's, a dataclass or mapping; None: nothing is compared. A setting that the checkpoint lacks is
+        newer than the checkpoint, and compared by its earlier value. A checkpoint without settings fits every model.
         """
         if config is not None and self.config:
             check_architecture({**defaults(config), **self.config}, to_plain(config or {}), self.path)
 
     def parameters(self) -> int:
-        """Return how many numbers the weights have, tied ones once; only the file's header is read."""
+        """Return the number of elements of all weights, tied ones counted once; only the file's header is read."""
         return sum(shape.numel() for shape in stored_shapes(self.path / WEIGHTS).values())
 
     def check_size(self, numbers: int) -> None:
-        """Raise CheckpointError if a model of so many numbers, or more, cannot be what this checkpoint holds."""
+        """Raise CheckpointError if the weights file is too small for a model of `numbers` elements or more."""
         if not (self.path / WEIGHTS).is_file():
             raise CheckpointError(f"{self.path / WEIGHTS}: is missing")
         check_size(numbers, (self.path / WEIGHTS).stat().st_size, self.path)
 
     def _check(self, name: str) -> None:
+        """Raise CheckpointError if a file is missing or differs from its saved size and SHA-256."""
         path, recorded = self.path / name, self.files.get(name)
         if recorded is None or not path.is_file():
             raise CheckpointError(f"{path}: is missing")
@@ -218,9 +219,9 @@ def file_facts(path: Path) -> dict[str, Any]:
 
 
 def defaults(config: Any) -> dict[str, Any]:
-    """Return the values of a dataclass's fields that a file does not state, as `to_plain` gives them."""
+    """Return the plain values that a dataclass's fields have in files that leave them out; {} for a mapping."""
     if config is None or isinstance(config, Mapping):
         return {}
-    found = {each.name: each.default for each in dataclasses.fields(config)}
-    found = {name: default for name, default in found.items() if default is not dataclasses.MISSING}
-    return to_plain(found | befores(type(config)))
+    values = {each.name: each.default for each in dataclasses.fields(config)}
+    values = {name: default for name, default in values.items() if default is not dataclasses.MISSING}
+    return to_plain(values | befores(type(config)))

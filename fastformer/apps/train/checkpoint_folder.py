@@ -1,15 +1,15 @@
-"""Which checkpoints a run keeps: the last `keep`, the best, an average and an interim one; how each becomes complete.
+"""Keep a run's last `keep` checkpoints, the best one, an average and an interim one; write each atomically.
 
     checkpoints/index.json    {"last": "step-200", "best": {"name": "step-100", "value": 2.1}, "kept": [...], ...}
     checkpoints/step-200/     one checkpoint: see `checkpoint.py`
-    checkpoints/interim/      the same, written because time has passed; the next checkpoint replaces it
+    checkpoints/interim/      the same, written between validations; the next checkpoint replaces it
     checkpoints/average/      the mean of the weights of the last ones
 
 A folder is written under a hidden name, flushed to the disk and renamed, so a folder named step-N is complete; then the
 index is replaced, and checkpoints that are no longer kept are removed. The index says which is best and the order of
-writing; a folder that a crash left out of it is found by its name. The next save repairs what an interrupted one left:
-.new-NAME was being written, .old-NAME removed, .swap-NAME replaced; the last gets its name back if NAME is missing. One
-process writes.
+writing; a folder that a crash left out of it is found by its name. The next save cleans up after an interrupted one:
+.new-NAME was being written and .old-NAME removed, so both are deleted; .swap-NAME was being replaced, and is renamed
+back if NAME is missing. Only one process writes.
 """
 
 import json
@@ -41,14 +41,14 @@ class CheckpointFolder:
 
     def paths(self) -> list[Path]:
         """Return the complete checkpoints with a training state, in the order of writing."""
-        found = {name for name in self._names(_NAME) if name != AVERAGE}
+        complete = {name for name in self._names(_NAME) if name != AVERAGE}
         index = self._index()
-        listed = [name for name in index["kept"] if name in found]
-        unlisted = sorted(found.difference(listed, index["removed"]), key=_step_of)
+        listed = [name for name in index["kept"] if name in complete]
+        unlisted = sorted(complete.difference(listed, index["removed"]), key=_step_of)
         return [self.folder / name for name in [*listed, *unlisted]]
 
     def last(self) -> Path | None:
-        """Return the checkpoint that was written last."""
+        """Return the checkpoint that was written last; None if there is none."""
         return next(reversed(self.paths()), None)
 
     def best(self) -> Path | None:
@@ -59,7 +59,7 @@ class CheckpointFolder:
     def best_or_last(self) -> Path | None:
         """Return the best checkpoint, or the last one before the first validation.
 
-        Raises CheckpointError if the best is gone, because the last is another model.
+        Raises CheckpointError if the best checkpoint is gone, because the last one holds another model.
         """
         named, best, last = self._index()["best"], self.best(), self.last()
         if named and best is None and last is not None:
@@ -69,7 +69,7 @@ class CheckpointFolder:
         return best or last
 
     def best_value(self) -> float | None:
-        """Return the metric of `best()`."""
+        """Return the metric of `best()`; None without a best checkpoint."""
         best = self._index()["best"]
         return float(best["value"]) if best and self.best() else None
 
@@ -87,22 +87,22 @@ class CheckpointFolder:
         best: float | None = None,
         name: str | None = None,
     ) -> Path:
-        """Write a checkpoint, and mark it as the best with the metric value `best`.
+        """Write a checkpoint and update the index.
 
         Args:
             step, weights, state, config, metrics: see `write_checkpoint`.
-            best: see above.
-            name: of its folder; None: "average" or that of its step.
+            best: value of the metric, which marks the checkpoint as the best; None: it is not.
+            name: of the folder; None: "average" without a state, else "step-N".
 
         Raises:
-            OSError: the disk is full or cannot be written; names the cause and the last good checkpoint. The earlier
-                ones stay loadable.
+            OSError: the disk is full or cannot be written; names the cause and the last good checkpoint. Earlier
+                checkpoints stay loadable.
         """
         name = name or (AVERAGE if state is None else f"step-{step}")
         new, target = self.folder / f".new-{name}", self.folder / name
         try:
             self.recover()
-            if name in self._index()["removed"]:  # else the new one would be removed, too
+            if name in self._index()["removed"]:  # else the new checkpoint would be removed, too
                 self._update_index()
             new.mkdir()
             write_checkpoint(new, step, weights, state, config, metrics)
@@ -118,8 +118,8 @@ class CheckpointFolder:
             with suppress(OSError):
                 self.recover()
             last = self.last()
-            rest = f"the last good checkpoint is {last}" if last else "there is no earlier checkpoint"
-            raise OSError(f"checkpoint {name} could not be written to {self.folder}: {error}; {rest}") from error
+            last_good = f"the last good checkpoint is {last}" if last else "there is no earlier checkpoint"
+            raise OSError(f"checkpoint {name} could not be written to {self.folder}: {error}; {last_good}") from error
         return target
 
     def mark_best(self, path: Path, value: float) -> None:
@@ -127,9 +127,9 @@ class CheckpointFolder:
         self._update_index(best={"name": path.name, "value": value})
 
     def open(self, path: Path | str | None = None) -> Checkpoint:
-        """Open the checkpoint at `path`, or the last one, after all its files were checked.
+        """Open the checkpoint at `path`, or the last one, after checking all its files.
 
-        A damaged one raises CheckpointError naming the file and the previous good checkpoint.
+        A damaged checkpoint raises CheckpointError naming the file and the previous good checkpoint.
         """
         candidates = self.paths()
         if path is None and not candidates:
@@ -146,10 +146,11 @@ class CheckpointFolder:
 
     def _names(self, pattern: str) -> set[str]:
         """Return the names of folders that match a pattern."""
-        found = self.folder.iterdir() if self.folder.is_dir() else ()
-        return {path.name for path in found if re.fullmatch(pattern, path.name) and path.is_dir()}
+        entries = self.folder.iterdir() if self.folder.is_dir() else ()
+        return {path.name for path in entries if re.fullmatch(pattern, path.name) and path.is_dir()}
 
     def _index(self) -> dict[str, Any]:
+        """Return the index; an empty one if it is missing or damaged."""
         empty: dict[str, Any] = {"last": None, "best": None, "kept": [], "removed": []}
         try:
             index = {**empty, **json.loads((self.folder / INDEX).read_bytes())}
@@ -163,20 +164,20 @@ class CheckpointFolder:
         if last is not None:
             names = [*(name for name in names if name != last), last]
         index["best"] = best or index["best"]
-        spared = index["best"]["name"] if index["best"] else None
-        lasting = [name for name in names if name != INTERIM]
-        kept = [name for name in lasting if name in lasting[-self.keep :] or name == spared]
-        kept += [INTERIM] if names[-1:] == [INTERIM] else []
-        removed = [name for name in names if name not in kept]
-        index.update(last=kept[-1] if kept else None, kept=kept, removed=removed)
+        best_name = index["best"]["name"] if index["best"] else None
+        numbered = [name for name in names if name != INTERIM]
+        kept_names = [name for name in numbered if name in numbered[-self.keep :] or name == best_name]
+        kept_names += [INTERIM] if names[-1:] == [INTERIM] else []
+        removed_names = [name for name in names if name not in kept_names]
+        index.update(last=kept_names[-1] if kept_names else None, kept=kept_names, removed=removed_names)
         write_file(self.folder / INDEX, (json.dumps(index, indent=1) + "\n").encode("utf-8"))
         synchronise(self.folder)
-        self._remove(removed)
+        self._remove(removed_names)
 
     def recover(self) -> None:
-        """Remove what an interrupted save left, and give a checkpoint that was being replaced its name back.
+        """Remove what an interrupted save left, and restore the name of a checkpoint that was being replaced.
 
-        Only for the process that writes: another one would remove what is being written.
+        Only the writing process may call it: another process would remove a folder that is being written.
         """
         self.folder.mkdir(parents=True, exist_ok=True)
         for hidden in sorted(self._names(rf"\.(?:new|swap|old)-{_NAME}")):
@@ -190,12 +191,12 @@ class CheckpointFolder:
     def _remove(self, names: Sequence[str]) -> None:
         for name in names:
             if (self.folder / name).is_dir():
-                hidden = (self.folder / name).rename(self.folder / f".old-{name}")  # a half removed one is not complete
+                hidden = (self.folder / name).rename(self.folder / f".old-{name}")  # else a crash leaves half of it
                 shutil.rmtree(hidden)
 
 
 def _is_good(path: Path) -> bool:
-    """Return whether the files of a checkpoint are what was saved."""
+    """Return whether all files of a checkpoint are intact."""
     try:
         Checkpoint.open(path).check()
     except CheckpointError:
@@ -206,10 +207,10 @@ def _is_good(path: Path) -> bool:
 def _is_index(index: Mapping[str, Any]) -> bool:
     """Return whether an index names only checkpoints, none both as kept and as removed; removed ones are deleted."""
     best = index["best"]
-    kept = [*index["kept"], *([] if best is None else [best["name"]])]
-    checkpoints = all(re.fullmatch(_NAME, name) for name in (*kept, *index["removed"]))
+    kept_names = [*index["kept"], *([] if best is None else [best["name"]])]
+    checkpoints = all(re.fullmatch(_NAME, name) for name in (*kept_names, *index["removed"]))
     number = best is None or isinstance(best["value"], int | float)
-    return checkpoints and number and not set(index["removed"]).intersection(kept)
+    return checkpoints and number and not set(index["removed"]).intersection(kept_names)
 
 
 def find_checkpoint(path: Path | str, which: str = "best") -> Path:
@@ -222,10 +223,10 @@ def find_checkpoint(path: Path | str, which: str = "best") -> Path:
     if (path / META).is_file():
         return path
     folder = CheckpointFolder(path / "checkpoints" if (path / "checkpoints").is_dir() else path)
-    found = {"best": folder.best_or_last, "last": folder.last, "average": folder.average}[which]()
-    if found is None:
+    checkpoint = {"best": folder.best_or_last, "last": folder.last, "average": folder.average}[which]()
+    if checkpoint is None:
         raise CheckpointError(f"{path}: holds no {which} checkpoint")
-    return found
+    return checkpoint
 
 
 def _step_of(name: str) -> float:

@@ -1,8 +1,8 @@
-"""torch.compile of the model in training: its forward and backward as one graph for batches of all shapes.
+"""torch.compile of the model in training: forward and backward as one graph for batches of all shapes.
 
-Only the steps of training call the compiled model; validation, checkpoints and the optimizer have the model itself, so
-a run may be resumed with or without. Batches reach it with a `Layout` in place of their lengths, which the compiler
-cannot read. The loss stays outside: its large product is a fused op already.
+Only training steps call the compiled model. Validation, checkpoints and the optimizer use the model itself, so a run
+may be resumed with or without compilation. Batches have a `Layout` in place of their lengths, which the compiler cannot
+read. The loss is not compiled: its large product is a fused op already.
 """
 
 import os
@@ -21,7 +21,7 @@ BACKENDS = (INDUCTOR, "aot_eager", "eager")
 
 
 def check_compiler(backend: str | None, device: torch.device | str) -> None:
-    """Raise ValueError where inductor, torch's compiler, would find no C++ compiler for the code of a CPU."""
+    """Raise ValueError if inductor, torch's compiler, would find no C++ compiler, which it needs for code on a CPU."""
     name = os.environ.get("CXX", "g++")
     if backend == INDUCTOR and torch.device(device).type == "cpu" and shutil.which(name) is None:
         raise ValueError(
@@ -33,13 +33,13 @@ def check_compiler(backend: str | None, device: torch.device | str) -> None:
 def compiled_loss(
     model: nn.Module, loss: Callable[[Any, Any], Tensor], backend: str
 ) -> Callable[[nn.Module, Any], Tensor]:
-    """Return `loss(model, batch)` with a compiled model, which shares `model`'s parameters, in place of any model."""
+    """Return a loss function that calls the compiled `model`, with the same parameters, whatever model it is passed."""
     compiled: Any = torch.compile(model, dynamic=True, backend=backend)
     return lambda _, batch: loss(compiled, with_layouts(batch))
 
 
 def with_layouts(batch: Any) -> Any:
-    """Return a batch with a layout in place of the lengths of each side, unless it has them or names no sides."""
+    """Return a batch with a layout in place of the lengths of each side, unless it has layouts or names no sides."""
     if getattr(batch, "layouts", ()):
         return batch
     layouts = {

@@ -7,7 +7,7 @@ from fastformer.apps.train.compilation import BACKENDS
 from fastformer.apps.train.schedules import SCHEDULES
 
 _ADAM = ("adamw", "adam")
-# More threads than these a processor only wait for each other, and each takes megabytes of stack.
+# More threads per processor only wait for each other, and each takes megabytes of stack.
 _THREADS_A_PROCESSOR = 4
 
 
@@ -101,15 +101,15 @@ class TrainConfig(Settings):
 
     @property
     def end(self) -> str:
-        """When a run ends, in words."""
+        """The limits that end a run, in words."""
         limits = {"steps are made": self.steps, "epochs are complete": self.epochs, "minutes are spent": self.minutes}
         return "until " + " or ".join(
-            f"{limit:,} {what}".replace(".0 ", " ") for what, limit in limits.items() if limit
+            f"{limit:,} {unit}".replace(".0 ", " ") for unit, limit in limits.items() if limit
         )
 
 
 def check_threads(threads: int | None) -> None:
-    """Raise ValueError for more threads than this machine can use; torch crashes where it cannot start as many."""
+    """Raise ValueError for more threads than this machine can use; torch crashes if it cannot start as many."""
     most = _THREADS_A_PROCESSOR * (os.cpu_count() or 1)
     if threads is not None and threads > most:
         raise ValueError(f"threads must be at most {most} here, {_THREADS_A_PROCESSOR} a processor, not {threads}")

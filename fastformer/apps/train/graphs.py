@@ -1,21 +1,21 @@
-"""A step of the optimizer from CUDA graphs: three launches or so, where the host is what a step waits for.
+"""Optimizer steps as CUDA graphs: about three launches a step, for steps that wait for the host.
 
 The host needs 15 to 30 ms for the launches of a step of 6+6 layers, whatever the batch; an H200 computes one of
 4,096 tokens in 2 to 4 (a prediction: none of this is measured on a GPU). So each part of a step is captured:
 
-- forward and backward of a batch, once for each shape (`fixed_batch`), whose gradients one op adds to those that stay
-  where they are: 186 launches less, for the memory of the gradients once more;
+- forward and backward of a batch, once for each shape (`fixed_batch`); one op adds the new gradients to the
+  accumulated ones: 186 launches fewer, for the memory of the gradients once more;
 - the norm of the gradients;
 - clipping and the optimizer, whose learning rate is a tensor.
 
-Each runs eagerly for the first time, which compiles kernels and makes what is kept: gradients and the optimizer's
-moments. The second time it is captured, and repeated from then on. The numbers are those of eager steps but for
-rounding, since sums over the tokens of a batch are over those of padding, too, which are zero. Gradients are zeroed,
-not dropped: weight decay and moments go on where a later batch does not use a parameter.
+Each part runs eagerly the first time, which compiles kernels and allocates gradients and the optimizer's moments. The
+second time it is captured, and replayed from then on. The numbers are those of eager steps up to rounding: sums over a
+batch's tokens include padding, which adds zeros. Gradients are zeroed, not dropped: weight decay and moments continue
+for a parameter that a later batch does not use.
 
-What a graph cannot see, after its capture: hooks, new rates of dropout, `requires_grad`, a module's new buffers, other
-settings of the optimizer than its rate, another backend or precision, and what the model's Python chooses from step to
-step. New places of parameters and gradients are noticed.
+After its capture, a graph does not notice hooks, new dropout rates, `requires_grad`, new buffers of a module, changed
+optimizer options other than the learning rate, another backend or precision, or control flow in Python that differs
+from step to step. New addresses of parameters and gradients are noticed.
 """
 
 from collections.abc import Callable, Hashable, Sequence
@@ -41,7 +41,7 @@ def new_update(
     processes: Processes,
     longest: int | None = None,
 ) -> Update:
-    """Return the `Update` of a configuration, with CUDA graphs (on a device that has them) or compiled if it asks so.
+    """Return the `Update` of a configuration: with CUDA graphs (if the device has them) or compiled, if asked.
 
     longest: tokens of the longest sequence of all batches; None: unknown.
 
@@ -63,16 +63,17 @@ def new_update(
         loss = compiled_loss(model, loss, config.compile)
     if config.cuda_graphs and processes.world > 1:
         raise ValueError(f"cuda_graphs=True is for one process, not for {processes.world}")
-    found = recorder(device, keeps_memory=False) if config.cuda_graphs else None
-    if found is None:
+    graph_recorder = recorder(device, keeps_memory=False) if config.cuda_graphs else None
+    if graph_recorder is None:
         return Update(model, loss, config, processes)
-    return GraphedUpdate(model, loss, config, processes, found, longest)
+    return GraphedUpdate(model, loss, config, processes, graph_recorder, longest)
 
 
 class GraphedUpdate(Update):
-    """An `Update` whose parts are captured and repeated; after one that cannot be captured, with a warning, eager.
+    """An `Update` whose parts are captured and replayed as CUDA graphs.
 
-    The loss takes batches whose lengths are a `Layout`. longest: see `new_update`.
+    If a part cannot be captured, a warning is issued and all later steps run eagerly. The loss takes batches whose
+    lengths are a `Layout`. longest: see `new_update`.
     """
 
     def __init__(
@@ -90,15 +91,15 @@ class GraphedUpdate(Update):
         self._memory: dict[Hashable, FixedBatch] = {}
         self._warm: set[Hashable] = set()
         self._recorded: dict[Hashable, tuple[Recorded, list[Tensor]]] = {}
-        self._places: list[int] = []
-        # What changes from step to step, and what comes of it.
+        self._addresses: list[int] = []
+        # Inputs and results that change from step to step.
         self._tokens, self._rate, self._total, self._norm = torch.zeros(4, device=self.device).unbind()
 
     def gradients(self, batches: Sequence[Any]) -> tuple[Tensor, Tensor, int]:
-        """Forward and backward; as in `Update`, but the next step overwrites both tensors."""
+        """Run forward and backward as in `Update`; the next step overwrites both returned tensors."""
         if self._recorder is None:
             return super().gradients(batches)
-        self._check_places()
+        self._check_addresses()
         tokens = sum(batch.tokens for batch in batches)
         self._tokens.fill_(max(tokens, 1))
         self._total.zero_()
@@ -115,7 +116,7 @@ class GraphedUpdate(Update):
         self._rate.fill_(rate)
         self._run("optimizer", self._optimize)
         for group in self.optimizer.param_groups:
-            group["lr"] = rate  # what is saved is a number
+            group["lr"] = rate  # checkpoints hold a number, not a tensor
             if "capturable" in group:
                 group["capturable"] = False
 
@@ -125,18 +126,18 @@ class GraphedUpdate(Update):
         self._forget()
 
     def backward(self, batch: Any, tokens: float | Tensor) -> Tensor:
-        """Add the gradients as in `Update`, but with one op for all of them. Takes their memory twice, meanwhile."""
-        kept = [p.grad for p in self.parameters]
+        """Add the gradients as in `Update`, but with one op for all, which needs their memory twice meanwhile."""
+        accumulated = [p.grad for p in self.parameters]
         for p in self.parameters:
             p.grad = None
         try:
             loss = super().backward(batch, tokens)
             new = [p.grad for p in self.parameters]
-            both = [(old, grad) for old, grad in zip(kept, new, strict=True) if old is not None and grad is not None]
+            both = [(a, b) for a, b in zip(accumulated, new, strict=True) if a is not None and b is not None]
             if both:
                 torch._foreach_add_(*map(list, zip(*both, strict=True)))
         finally:
-            for old, p in zip(kept, self.parameters, strict=True):
+            for old, p in zip(accumulated, self.parameters, strict=True):
                 p.grad = p.grad if old is None else old
         return loss
 
@@ -159,11 +160,11 @@ class GraphedUpdate(Update):
         self.optimizer.zero_grad(set_to_none=False)
 
     def _run(self, name: Hashable, step: Step) -> None:
-        """Run a part: eagerly for the first time, from a graph later."""
+        """Run a part of a step: eagerly the first time, as a graph later."""
         if name not in self._recorded:
             if self._recorder is not None and name not in self._warm:
                 self._recorder.warm_up(step)
-                self._check_places()  # it may be the first to bring a gradient
+                self._check_addresses()  # this step may have allocated gradients
                 self._warm.add(name)
                 return
             if self.device.type == "cuda":
@@ -174,18 +175,18 @@ class GraphedUpdate(Update):
                 self._forget()
                 step()
                 return
-            # Buffers that are replaced later, as a table of positions that grows, are still those that it reads.
+            # The graph still reads these buffers after the module replaces them, such as a growing table of positions.
             self._recorded[name] = recorded, list(self.module.buffers())
         self._recorded[name][0].replay()
 
-    def _check_places(self) -> None:
-        """Forget all graphs where parameters or gradients have moved, or any capture has failed."""
+    def _check_addresses(self) -> None:
+        """Drop all graphs if parameters or gradients have new addresses, or any capture has failed."""
         tensors = [*self.parameters, *(p.grad for p in self.parameters if p.grad is not None)]
-        places = [x.data_ptr() for x in tensors]
-        places.append(0 if self._recorder is None else self._recorder.failures)
-        if places != self._places:
+        addresses = [x.data_ptr() for x in tensors]
+        addresses.append(0 if self._recorder is None else self._recorder.failures)
+        if addresses != self._addresses:
             self._forget()
-            self._places = places
+            self._addresses = addresses
 
     def _forget(self) -> None:
         self._recorded.clear()

@@ -1,7 +1,7 @@
-"""A signal as a request: the first is noted and the loop ends where it can; a second Ctrl-C ends everything at once.
+"""Signals as requests: the first one lets the loop finish its step and end; a second Ctrl-C ends the process at once.
 
-SIGTERM (a scheduler, a machine that shuts down) and SIGHUP (a terminal that closes, often twice) ask for the same. They
-are taken over where they would end the process: a handler of the caller's stays, and so does nohup's ignoring.
+SIGTERM (a scheduler, a machine that shuts down) and SIGHUP (a terminal that closes, often twice) are requests, too.
+They are handled only if they would end the process: a caller's handler stays, and signals ignored by nohup stay so.
 """
 
 import signal
@@ -13,7 +13,7 @@ from typing import Any
 
 
 class Interrupt:
-    """While active, the first signal sets `signal`, its number, and calls `notice`; a SIGINT after it is as before.
+    """In the block, the first signal sets `signal` to its number, calls `notice` and restores SIGINT's handler.
 
     Only the main thread may set signal handlers: in another thread this does nothing.
     """
@@ -45,7 +45,7 @@ class Interrupt:
         self._restore(signal.SIGINT)
         if self.signal is None:
             self.signal = int(number)
-            with suppress(RuntimeError):  # the signal may have come in the middle of a write to the same stream
+            with suppress(RuntimeError):  # the signal may have interrupted a write to the same stream
                 self._notice()
 
     def _restore(self, number: int) -> None:

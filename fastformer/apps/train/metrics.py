@@ -2,8 +2,8 @@
 
 A record is flat: {"kind": "train", "step": 400, "epoch": 1, "seconds": 12.5, "loss": 3.1}. Its kind is "train", of the
 steps since the record before, "epoch", the mean over all tokens of an epoch, or "validation" or "average".
-metrics.jsonl is the truth, appended line by line; metrics.csv holds the same for spreadsheets and is written anew when
-a record brings a new column. A resumed run cuts both where its checkpoint was made, so no step appears twice.
+metrics.jsonl is authoritative and appended line by line; metrics.csv holds the same for spreadsheets and is rewritten
+when a record has a new column. A resumed run cuts both at its checkpoint, so no step appears twice.
 """
 
 import csv
@@ -19,21 +19,21 @@ from torch import Tensor
 
 from fastformer.apps.system.files import append_file, write_file
 
-# Of the values of a validation, those of which less is better; of others, such as BLEU, more.
+# Validation values of which lower is better; of all others, such as BLEU, higher.
 LOWER_IS_BETTER = ("loss", "perplexity", "word_perplexity")
 JSONL, CSV = "metrics.jsonl", "metrics.csv"
-OF_RECORD = ("kind", "step", "epoch", "seconds")  # what a record says beside its values
+OF_RECORD = ("kind", "step", "epoch", "seconds")  # fields of every record beside its values
 
 
 class MetricsLog:
     """The metrics of one run folder. `count` is the number of records so far; a checkpoint stores it."""
 
     def __init__(self, folder: Path | str, count: int = 0, tensorboard: bool = False) -> None:
-        """Keep the first `count` records that are there (0: start anew) and append to them."""
+        """Keep the first `count` existing records (0: start anew) and append to them."""
         self.folder = Path(folder)
         self.folder.mkdir(parents=True, exist_ok=True)
-        there = (self.folder / JSONL).is_file()
-        self._records = read_metrics(self.folder)[:count] if there else []
+        exists = (self.folder / JSONL).is_file()
+        self._records = read_metrics(self.folder)[:count] if exists else []
         write_file(self.folder / JSONL, _jsonl(self._records))
         self._columns: list[str] = []
         self._rewrite_csv()
@@ -46,7 +46,7 @@ class MetricsLog:
         return len(self._records)
 
     def write(self, kind: str, step: int, /, **values: Any) -> dict[str, Any]:
-        """Append a record and give it back."""
+        """Append a record and return it."""
         record = {"kind": kind, "step": step, **values}
         self._records.append(record)
         append_file(self.folder / JSONL, _jsonl([record]))
@@ -79,9 +79,9 @@ class MetricsLog:
 class RunningSums:
     """Loss, gradient norm and tokens since the last training record, summed on the device without waiting for it.
 
-    Beside them, loss and tokens of the epoch, in fp64, which counts a large one exactly enough.
+    Also loss and tokens of the epoch, in fp64, which is exact enough for a large one.
 
-    skips: a step whose gradient is not finite was left out, as fp16 demands; such steps are counted.
+    skips: whether steps are skipped if their gradient is not finite, as in fp16; such steps are counted.
     """
 
     def __init__(self, device: torch.device, skips: bool = False) -> None:
@@ -96,7 +96,7 @@ class RunningSums:
         self._since = now - self._seconds
 
     def pause(self, seconds: float) -> None:
-        """Leave a span, such as a validation, out of the speed."""
+        """Exclude a span, such as a validation, from the speed."""
         self._since += seconds
 
     def add(self, loss: Tensor, norm: Tensor, tokens: int, rate: float) -> None:
@@ -111,7 +111,7 @@ class RunningSums:
         self._tokens, self._steps, self.rate = self._tokens + tokens, self._steps + 1, rate
 
     def finite(self) -> bool:
-        """Return whether every loss, and every norm that counts, was finite so far; waits for the device."""
+        """Return whether every loss, and every norm of a step not skipped, is finite so far; waits for the device."""
         return bool(torch.isfinite(self._loss + self._norm))
 
     def values(self, now: float) -> dict[str, float]:
@@ -160,7 +160,7 @@ class RunningSums:
         self._loss.fill_(state["loss"])
         self._norm.fill_(state["norm"])
         if self._skips is not None:
-            self._skips.fill_(state.get("skips", 0))  # a run may go on in another precision
+            self._skips.fill_(state.get("skips", 0))  # a run may be resumed in another precision
         self._epoch_loss.fill_(state["epoch_loss"])
         self._epoch_tokens = state["epoch_tokens"]
         self._tokens, self._steps, self._seconds = state["tokens"], state["steps"], state["seconds"]

@@ -1,12 +1,12 @@
-"""The model of several processes: DistributedDataParallel, or FSDP2, where each process holds its part of it.
+"""Distribute a model over several processes: DistributedDataParallel, or FSDP2, which shards it.
 
-Sharded parameters, gradients and optimizer states are DTensors; all else here is a plain tensor that every process has.
+Sharded parameters, gradients and optimizer states are DTensors; all other tensors are plain, and in every process.
 
-With FSDP2 each layer of a stack is gathered by itself, while the layer before it computes, and what is left
-(embeddings, output, last norms) at once before the first. In 16 bits, fastformer's layers are gathered in 16 bits: half
-the communication, and of their matrices the very numbers that autocast would make. Gains and biases of their norms,
-which autocast reads in fp32, are rounded, too: FSDP2 has one dtype a unit. The rest is gathered in fp32, as are other
-layers, which only autocast knows how to mix. Gradients are added up in fp32, and what the optimizer changes is fp32.
+With FSDP2 each layer of a stack is gathered by itself, while the layer before it computes. All other parameters
+(embeddings, output, last norms) are gathered at once before the first layer. In 16 bits, fastformer's layers are
+gathered in 16 bits: half the communication, and the same matrices as autocast would compute. Gains and biases of their
+norms, which autocast reads in fp32, are rounded, too, because FSDP2 has one dtype a unit. Other layers and parameters
+are gathered in fp32, and autocast casts them. Gradients are reduced in fp32, and the optimizer updates fp32 parameters.
 """
 
 from collections import Counter, OrderedDict
@@ -31,13 +31,13 @@ def wrap(
     Parameters start from those of process 0.
 
     Args:
-        step: holds the model; its forward calls all that uses parameters.
-        how: "ddp", each process holds everything (DistributedDataParallel); "fsdp", each holds its part of
+        step: module that holds the model and uses parameters only in its forward.
+        how: "ddp", each process holds everything (DistributedDataParallel); "fsdp", each holds its shard of
             parameters, gradients and optimizer state, and gathers a layer where it is needed (FSDP2).
-        processes: that train it; one process alone gets `step` itself.
-        dtype: of autocast; None: it is off.
-        compiled: whether torch.compile has the model: all of it is then gathered at once, since a graph would end at
-            each layer (11 graphs of 2 layers, each layer compiled for itself).
+        processes: that train the model; one process alone gets `step` itself.
+        dtype: of autocast; None: autocast is off.
+        compiled: whether the model is compiled. It is then gathered at once, because a graph would end at each layer
+            (11 graphs for 2 layers, each layer compiled separately).
     """
     if processes.world == 1:
         return step
@@ -47,14 +47,14 @@ def wrap(
             _shard(step, [] if compiled else _layers(step), processes.world, dtype)
             return step
         wrapped = nn.parallel.DistributedDataParallel(step)
-        # Position tables grow with the longest sentence seen, so they may differ between processes. The argument
-        # of this name is deprecated in torch 2.13.
+        # Position tables grow with the longest sentence seen, so they may differ between processes. The constructor's
+        # argument broadcast_buffers is deprecated in torch 2.13.
         wrapped.broadcast_buffers = False
         return wrapped
 
 
 def _shard(step: Any, layers: Sequence[Any], world: int, dtype: torch.dtype | None) -> None:
-    """Shard each of these layers by itself, then the rest."""
+    """Shard each layer by itself, then all other parameters."""
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
@@ -62,30 +62,30 @@ def _shard(step: Any, layers: Sequence[Any], world: int, dtype: torch.dtype | No
     for tensor in tensors:
         dist.broadcast(tensor.detach(), src=0)
     mesh = init_device_mesh(tensors[0].device.type, (world,))
-    for layer in reversed(layers):  # what lies within another first
+    for layer in reversed(layers):  # nested layers first
         known = isinstance(layer, TransformerEncoderLayer | TransformerDecoderLayer)
         low = known and dtype is not None and all(p.dtype == torch.float32 for p in layer.parameters())
-        # Without casts of its inputs: sums of layers stay in fp32, as autocast has them.
+        # Inputs are not cast: residual sums stay in fp32, as under autocast.
         policy = (
             MixedPrecisionPolicy(dtype, torch.float32, cast_forward_inputs=False) if low else MixedPrecisionPolicy()
         )
-        # Backward begins with the last one, which stays gathered until then.
+        # Backward begins with the last layer, which stays gathered until then.
         fully_shard(layer, mesh=mesh, mp_policy=policy, reshard_after_forward=layer is not layers[-1])
     fully_shard(step, mesh=mesh)
     for unit, following in pairwise((step, *layers)):
-        unit.set_modules_to_forward_prefetch([following])  # backward finds its order by itself
+        unit.set_modules_to_forward_prefetch([following])  # FSDP2 finds the order of backward by itself
 
 
 def _layers(step: nn.Module) -> list[Any]:
-    """Return the layers of all stacks, but those that share a parameter with something outside of them."""
+    """Return the layers of all stacks, except those that share a parameter with a module outside of them."""
 
-    def holders(module: nn.Module) -> Counter[int]:
-        return Counter(id(p) for part in module.modules() for p in part.parameters(recurse=False))
+    def uses(module: nn.Module) -> Counter[int]:
+        return Counter(id(p) for child in module.modules() for p in child.parameters(recurse=False))
 
-    everywhere = holders(step)
+    all_uses = uses(step)
     stacks = [each for each in step.modules() if isinstance(each, nn.TransformerEncoder | nn.TransformerDecoder)]
     layers = dict.fromkeys(layer for stack in stacks for layer in stack.layers)
-    return [layer for layer in layers if all(everywhere[p] == count for p, count in holders(layer).items())]
+    return [layer for layer in layers if all(all_uses[p] == count for p, count in uses(layer).items())]
 
 
 @contextmanager
@@ -105,7 +105,7 @@ def exchange(step: nn.Module, processes: Processes, last: bool) -> Iterator[None
 
 @contextmanager
 def gathered(step: nn.Module, processes: Processes) -> Iterator[None]:
-    """Let every process hold all parameters for the block, so that one of them may use the model alone."""
+    """Gather all parameters in every process for the block, so that one process may use the model alone."""
     units: list[Any] = [unit for unit in step.modules() if hasattr(unit, "unshard")]
     with processes.contact():
         for unit in units:
@@ -120,18 +120,18 @@ def gathered(step: nn.Module, processes: Processes) -> Iterator[None]:
 
 @contextmanager
 def _unhooked(units: Sequence[nn.Module]) -> Iterator[None]:
-    """Take FSDP2's hooks off the units for the block.
+    """Remove FSDP2's hooks from the units for the block.
 
-    FSDP2 notes each call of a layer, without gradients too, and gathers in backward by what it noted: a process that
-    validated alone would gather something else than the others.
+    FSDP2 records each call of a layer, even without gradients, and gathers in backward in the recorded order. A process
+    that validated alone would gather other layers than the other processes.
     """
     hooks = [(unit, name) for unit in units for name in ("_forward_pre_hooks", "_forward_hooks")]
     before = [getattr(unit, name) for unit, name in hooks]
     try:
         for (unit, name), installed in zip(hooks, before, strict=True):
-            owners = {key: type(getattr(hook, "__self__", None)).__name__ for key, hook in installed.items()}
-            others = {key: hook for key, hook in installed.items() if owners[key] != "FSDPState"}
-            setattr(unit, name, OrderedDict(others))
+            classes = {key: type(getattr(hook, "__self__", None)).__name__ for key, hook in installed.items()}
+            other_hooks = {key: hook for key, hook in installed.items() if classes[key] != "FSDPState"}
+            setattr(unit, name, OrderedDict(other_hooks))
         yield
     finally:
         for (unit, name), installed in zip(hooks, before, strict=True):
@@ -139,7 +139,7 @@ def _unhooked(units: Sequence[nn.Module]) -> Iterator[None]:
 
 
 def whole_norm(norm: Tensor, processes: Processes) -> Tensor:
-    """Return a norm of gradients as a plain tensor, whether all processes hold them or each its part."""
+    """Return a norm of gradients, replicated or sharded, as a plain tensor."""
     if not hasattr(norm, "full_tensor"):
         return norm
     with processes.contact():
@@ -149,15 +149,15 @@ def whole_norm(norm: Tensor, processes: Processes) -> Tensor:
 
 def whole_weights(model: nn.Module, processes: Processes) -> dict[str, Tensor]:
     """Return the state dict with whole tensors; tied parameters stay one tensor. See `whole_tensors`."""
-    owners: dict[str, Any] = dict(model.named_parameters(remove_duplicate=False))
+    parameters: dict[str, Any] = dict(model.named_parameters(remove_duplicate=False))
     whole: dict[int, Tensor] = {}
-    found = {}
+    weights = {}
     for name, tensor in model.state_dict().items():
-        owner = id(owners.get(name, tensor))
-        if owner not in whole:
-            whole[owner] = whole_tensors(tensor, processes)
-        found[name] = whole[owner]
-    return found
+        key = id(parameters.get(name, tensor))
+        if key not in whole:
+            whole[key] = whole_tensors(tensor, processes)
+        weights[name] = whole[key]
+    return weights
 
 
 def whole_tensors(value: Any, processes: Processes) -> Any:
@@ -172,7 +172,7 @@ def whole_tensors(value: Any, processes: Processes) -> Any:
 
 
 def part_of(whole: Tensor, like: Tensor) -> Tensor:
-    """Return this process's part of a tensor that all have, sharded as `like` is; the tensor if `like` is not."""
+    """Return this process's shard of a whole tensor, sharded as `like`; the tensor itself if `like` is not sharded."""
     if not hasattr(like, "device_mesh") or hasattr(whole, "device_mesh"):
         return whole
     from torch.distributed.tensor import DTensor, distribute_tensor

@@ -1,14 +1,14 @@
-"""Several processes that train one model, started by torchrun: their ranks and what they tell each other.
+"""Processes that train one model, started by torchrun: their ranks, shares of batches and common decisions.
 
 Every process goes through the same batches and takes its share of the sentences of each. The loss of a step is the sum
 over all shares, divided by the tokens of all, so the gradient is that of one process, however unequal the shares are.
 What follows from the data alone (its order, tokens, position) is computed everywhere and never sent; what follows from
-the clock, from signals or from validation is decided by process 0 and sent to the others. How the model itself is held
-by several processes is in `parallel.py`.
+the clock, from signals or from validation is decided by process 0 and sent to the others. `parallel.py` distributes the
+model itself.
 
 Gradients go over torch's default group (NCCL between GPUs, gloo between CPUs), on which a process that does not answer
-for `TIMEOUT` ends the run. Decisions go over a gloo group, so that no GPU is waited for; there, others may wait as long
-as a process reads data, learns a vocabulary, validates or saves.
+for `TIMEOUT` ends the run. Decisions go over a gloo group, which does not wait for a GPU. There, the other processes
+wait as long as one of them reads data, learns a vocabulary, validates or saves.
 """
 
 import atexit
@@ -29,18 +29,18 @@ from torch import Tensor
 # Between two steps, processes differ by the length of a batch and by what one of them compiles.
 TIMEOUT = timedelta(seconds=60)
 _PATIENCE = timedelta(days=7)
-# gloo's threads drop Python objects, and wait for the GIL with them. A process that ends meanwhile is aborted by C++;
+# gloo's threads release Python objects, and wait for the GIL to do so. A process that ends meanwhile is aborted by C++;
 # one that ends the threads while it holds the GIL, as torch does if a model is freed last, hangs (torch 2.13).
 _GRACE = 0.2  # seconds
 
-# What gloo and NCCL say when the other end is gone.
+# Parts of the messages of gloo and NCCL for lost connections.
 _LOST = ("Connection closed", "Connection reset", "Broken pipe", "imed out", "remote process")
 
 Value = TypeVar("Value")
 
 
 class ProcessError(RuntimeError):
-    """Processes that do not work together: another one is gone, or failed and has said why itself (`reported`)."""
+    """Another process ended, did not answer, or failed; `reported`: it has printed the cause itself."""
 
     def __init__(self, message: str, reported: bool = False) -> None:
         super().__init__(message)
@@ -48,16 +48,16 @@ class ProcessError(RuntimeError):
 
 
 class Processes:
-    """The processes that train one model: `rank` of `world`. Made without arguments, it is one process alone.
+    """The processes that train one model: `rank` of `world`. Without arguments, it is one process alone.
 
-    Use `Processes.current()`. Every method is to be called by all processes, in the same order: whether it is called
-    must never depend on what is on the disk, which process 0 may have changed before another looks.
+    Use `Processes.current()`. All processes must call the same methods in the same order. Whether they call one must
+    not depend on files, which process 0 may change before another process reads them.
     """
 
     def __init__(self, rank: int = 0, world: int = 1) -> None:
         self.rank, self.world = rank, world
         self._group: Any = None
-        self.control: Any = None  # the group for decisions and for what is on the CPU
+        self.control: Any = None  # the group for decisions and for objects on the CPU
 
     @classmethod
     def current(cls) -> "Processes":
@@ -89,7 +89,7 @@ class Processes:
     def on_main(self, function: Callable[[], Value]) -> Value:
         """Run a function in process 0 only, and return its result, a small value, in all processes.
 
-        If it raises, nobody goes on: the others raise ProcessError.
+        If it raises, all processes raise: the others a ProcessError.
         """
         if self.world == 1:
             return function()
@@ -113,22 +113,22 @@ class Processes:
         """Return the decisions of process 0, as numbers, and whether any process was asked to stop."""
         if self.world == 1:
             return list(decisions), stop
-        said = torch.tensor([*(d if self.is_main else 0.0 for d in decisions), float(stop)], dtype=torch.float64)
+        votes = torch.tensor([*(d if self.is_main else 0.0 for d in decisions), float(stop)], dtype=torch.float64)
         with self.contact():
-            work = dist.all_reduce(said, group=self.control, async_op=True)
+            work = dist.all_reduce(votes, group=self.control, async_op=True)
             assert work is not None
             work.wait(TIMEOUT)
-        *numbers, stops = said.tolist()
+        *numbers, stops = votes.tolist()
         return numbers, bool(stops)
 
     def wait(self) -> None:
-        """Wait until all processes are here, for as long as one reads its data."""
+        """Wait until all processes have called this, however long one of them reads its data."""
         if self.world > 1:
             with self.contact():
                 dist.barrier(group=self.control)
 
     def sum(self, x: Tensor) -> None:
-        """Add up a tensor of all processes, in place; on a GPU, nothing is waited for."""
+        """Sum a tensor over all processes, in place; does not wait for a GPU."""
         if self.world > 1:
             with self.contact():
                 dist.all_reduce(x)
@@ -145,8 +145,8 @@ class Processes:
     def share(self, batch: Any) -> tuple[Any, bool]:
         """Return the share of this process of a batch, and whether it counts.
 
-        A process that gets no sentence takes what another takes, too, and does not count: every layer's parameters are
-        gathered and its gradients exchanged as often in all of them. Raises TypeError if the batch cannot be shared.
+        A process without a sentence gets the share of another process, which does not count, because all processes must
+        gather parameters and exchange gradients equally often. Raises TypeError if the batch cannot be shared.
         """
         if self.world == 1:
             return batch, True
@@ -161,12 +161,12 @@ class Processes:
         return next((each for each in shares if each is not None), batch), False
 
     def seed(self, seed: int, step: int = 0) -> int:
-        """Return the seed of this process's generators: `seed` itself in process 0, others in the others."""
+        """Return the seed of this process's generators: `seed` in process 0, a different one in each other process."""
         return seed if self.is_main else int(np.random.SeedSequence((seed, self.rank, step)).generate_state(1)[0])
 
     @contextmanager
     def contact(self) -> Iterator[None]:
-        """Turn torch's many errors of lost connections into one ProcessError that says what happened."""
+        """Raise ProcessError for each of torch's errors of a lost connection in the block."""
         try:
             yield
         except RuntimeError as error:
@@ -175,9 +175,9 @@ class Processes:
                 isinstance(error, dist.DistNetworkError) or any(words in text for words in _LOST)
             ):
                 raise
-            what = f"did not answer for {TIMEOUT.seconds} s" if "imed out" in text else "ended"
+            event = f"did not answer for {TIMEOUT.seconds} s" if "imed out" in text else "ended"
             raise ProcessError(
-                f"another process of this run {what}; --resume goes on from the last checkpoint "
+                f"another process of this run {event}; --resume goes on from the last checkpoint "
                 f"({text.splitlines()[0][:160]})"
             ) from error
 
@@ -189,7 +189,7 @@ def _launched() -> bool:
     """Return whether torchrun, or another launcher that sets its variables, started several processes."""
     world = os.environ.get("WORLD_SIZE", "1")
     one = world.isdecimal() and int(world) <= 1
-    return all(name in os.environ for name in ("RANK", "MASTER_ADDR")) and not one  # what is no number, torch refuses
+    return all(name in os.environ for name in ("RANK", "MASTER_ADDR")) and not one  # else torch raises
 
 
 def local_device(device: str) -> str:
@@ -215,8 +215,8 @@ def join_processes(device: torch.device | str = "cpu") -> Iterator[Processes]:
         device: of this process. NCCL connects GPUs, gloo CPUs.
 
     Raises:
-        ProcessError: the others do not answer.
-        ValueError: this torch cannot do it.
+        ProcessError: the other processes do not answer.
+        ValueError: this torch has no torch.distributed.
     """
     if not _launched():
         yield Processes()
@@ -228,18 +228,18 @@ def join_processes(device: torch.device | str = "cpu") -> Iterator[Processes]:
         torch.cuda.set_device(device)
     try:
         dist.init_process_group("nccl" if device.type == "cuda" else "gloo", timeout=TIMEOUT)
-    except (RuntimeError, ValueError) as error:  # the latter of the launcher's variables
-        said = (str(error).splitlines() or [type(error).__name__])[0][:160]
-        raise ProcessError(f"the processes of this run do not find one another ({said})") from error
+    except (RuntimeError, ValueError) as error:  # ValueError: of the launcher's variables
+        reason = (str(error).splitlines() or [type(error).__name__])[0][:160]
+        raise ProcessError(f"the processes of this run do not find one another ({reason})") from error
     yield Processes.current()
-    # Not after an error: the others may be anywhere, and the end of this process closes its connections.
+    # Not after an error: the others may be at any point, and the end of this process closes its connections.
     dist.destroy_process_group()
     time.sleep(_GRACE)  # `_joined` keeps the groups, so no thread is waited for
 
 
 @contextmanager
 def leaving() -> Iterator[None]:
-    """End one of several processes with the block through os._exit: gloo's threads can hang at interpreter shutdown."""
+    """Exit through os._exit after the block if there are several processes: gloo's threads can hang at shutdown."""
     if not _launched():
         yield
         return

@@ -1,7 +1,7 @@
 """Progress output of a run: loss, tokens per second and time left, and a line for every validation.
 
-On a terminal it is rich's bar; in a log file or a pipe, where a bar would be thousands of lines, it is one plain line
-every few seconds. A stream that cannot be written to ends the output, never the run.
+A terminal shows rich's bar. A log file or a pipe, where a bar would be thousands of lines, gets a plain line every few
+seconds. A stream that cannot be written to ends the output, never the run.
 """
 
 import math
@@ -47,22 +47,22 @@ class Progress:
             self._bar = None
 
     def due(self) -> bool:
-        """Return whether it is time for `step`."""
+        """Return whether `step` would show something now."""
         return self._enabled and self._clock() >= self._next
 
     def step(self, record: dict[str, Any], progress: float, seconds_left: float) -> None:
-        """Show the numbers of the last steps, if `due`; `progress` is the part of the budget spent."""
+        """Show the numbers of the last steps, if `due`; `progress` is the spent share of the budget."""
         if not self.due():
             return
-        text, left = describe(record), _duration(seconds_left)
+        text, time_left = describe(record), _duration(seconds_left)
         self._next = self._clock() + (_PLAIN_SECONDS if self._bar is None else _BAR_SECONDS)
         if self._bar is not None:
-            self._bar.update(self._task, completed=progress, text=text, left=left)
+            self._bar.update(self._task, completed=progress, text=text, left=time_left)
         else:
-            self._stream.line(f"{progress:4.0%}  {text}  left {left}")
+            self._stream.line(f"{progress:4.0%}  {text}  left {time_left}")
 
     def line(self, text: str) -> None:
-        """Print a line that stays: the summary of a validation, the reason of the end."""
+        """Print a line that stays, such as the summary of a validation or the reason of the end."""
         if self._bar is not None:
             self._bar.console.print(text, markup=False, emoji=False, highlight=False)
         elif self._enabled:
@@ -71,22 +71,22 @@ class Progress:
 
 def describe(record: dict[str, Any]) -> str:
     """Return a record as one line: epoch, step, and its numbers with readable precision."""
-    parts = [f"epoch {record['epoch']}", f"step {record['step']:,}"]
+    values = [f"epoch {record['epoch']}", f"step {record['step']:,}"]
     for name, value in record.items():
         if name == "tokens_per_second":
-            parts.append(f"{value:,.0f} tokens/s")
+            values.append(f"{value:,.0f} tokens/s")
         elif name == "lr":
-            parts.append(f"lr {value:.2e}")
+            values.append(f"lr {value:.2e}")
         elif name not in _NOT_SHOWN and isinstance(value, float):
             signature = record.get(f"{name}_signature")
-            parts.append(f"{name} {value:.4g}" if abs(value) < 1 else f"{name} {value:.2f}")
-            parts[-1] += f" ({signature})" if signature else ""
-    return "  ".join(parts)
+            values.append(f"{name} {value:.4g}" if abs(value) < 1 else f"{name} {value:.2f}")
+            values[-1] += f" ({signature})" if signature else ""
+    return "  ".join(values)
 
 
 def _duration(seconds: float) -> str:
     if not math.isfinite(seconds):
         return "?"
-    minutes, rest = divmod(max(int(seconds), 0), 60)
+    minutes, whole_seconds = divmod(max(int(seconds), 0), 60)
     hours, minutes = divmod(minutes, 60)
-    return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
+    return f"{hours}:{minutes:02}:{whole_seconds:02}" if hours else f"{minutes}:{whole_seconds:02}"

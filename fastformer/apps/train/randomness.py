@@ -30,9 +30,9 @@ def random_state() -> dict[str, Any]:
 
 
 def set_random_state(state: dict[str, Any]) -> None:
-    """Continue from `random_state()`. States of GPUs that this machine lacks are left out.
+    """Restore the generators from `random_state()`. States of GPUs that this machine lacks are left out.
 
-    Raises ValueError, TypeError, KeyError or RuntimeError if these are no states of generators.
+    Raises ValueError, TypeError, KeyError or RuntimeError if `state` does not hold states of generators.
     """
     version, words, gauss = state["python"]
     random.setstate((version, tuple(words), gauss))
@@ -51,7 +51,7 @@ def _from_hex(digits: str) -> Tensor:
 
 @contextmanager
 def preserved_randomness() -> Iterator[None]:
-    """Set the generators back after the block to where they stood before."""
+    """Restore the states of the generators after the block."""
     state = random_state()
     try:
         yield

@@ -14,13 +14,13 @@ from fastformer.apps.train.run_state import RunState
 
 
 class Records:
-    """Writes and shows the records of a run, whose position they advance.
+    """Writes and shows the records of a run, and updates time and number of records in its position.
 
     Args:
         folder, config, state, batches, processes: of the run.
-        show: on the terminal too.
-        seconds: since the start of the run, by its clock.
-        wall_clock: of the progress.
+        show: whether to show records on the terminal.
+        seconds: returns the seconds since the start of the run, by its clock.
+        wall_clock: returns the seconds by which progress is shown.
     """
 
     def __init__(
@@ -40,7 +40,7 @@ class Records:
         self._log: MetricsLog | None = None
 
     def open(self) -> None:
-        """Keep the records up to the position of the run, and append to them from now on."""
+        """Open the metrics files: keep the records up to the position of the run, and append to them."""
         if self._writes:
             self._log = MetricsLog(self._folder, self._state.at.records, self._config.tensorboard)
 
@@ -50,7 +50,7 @@ class Records:
             self._log.close()
 
     def count(self) -> None:
-        """Note time and records in the position, before it is saved."""
+        """Update time and number of records in the position, before it is saved."""
         if self._log is not None:
             self._state.at.seconds, self._state.at.records = self._seconds(), self._log.count
 
@@ -61,18 +61,18 @@ class Records:
         at = self._state.at
         at.seconds = self._seconds()
         record = self._log.write(kind, at.step, epoch=at.shown_epoch, seconds=at.seconds, **values)
-        if kind in ("train", "epoch"):  # validations are those of a checkpoint, or of an end that need not be one
+        if kind in ("train", "epoch"):  # a validation's record counts once `count` is called for a save
             at.records = self._log.count
         return record
 
     def show(self, record: dict[str, Any] | None, best: bool = False) -> None:
-        """Show a record, once what it tells is saved."""
+        """Show a record; to be called once the results in it are saved."""
         if record is not None:
             kind = "mean of training" if record["kind"] == "epoch" else record["kind"]
             self.progress.line(f"{kind}: {describe(record)}" + ("  best so far, saved" if best else ""))
 
     def report(self, loss_scale: Callable[[], float | None], clock: Callable[[], float]) -> None:
-        """Write a record every `log_every` steps, and show the progress by time."""
+        """Write a record every `log_every` steps, and show the progress every few seconds."""
         at, sums = self._state.at, self._state.sums
         if at.step % self._config.log_every == 0:
             self._state.check_finite(at.step)
@@ -84,5 +84,5 @@ class Records:
             return
         if record is not None:
             spent = at.spent(self._config, self._batches)
-            left = at.seconds * (1 - spent) / spent if spent else math.inf
-            self.progress.step(record, spent, left)
+            seconds_left = at.seconds * (1 - spent) / spent if spent else math.inf
+            self.progress.step(record, spent, seconds_left)

@@ -1,7 +1,7 @@
-"""`RunState`: all that a run saves, and how a resumed run goes on from it, bit for bit on a CPU; how a run ended.
+"""`RunState`: save and resume a run, bit for bit on a CPU. `Result`: how a run ended.
 
-That is the model, the optimizer, the schedule, the loss scale, the position in the data, the sums since the last
-record, and the random generators of each process.
+A checkpoint holds the model, the optimizer, the schedule, the loss scale, the position in the data, the sums since the
+last record, and the random generators of each process.
 """
 
 from dataclasses import dataclass
@@ -23,7 +23,7 @@ from fastformer.apps.train.schedules import Schedule
 from fastformer.apps.train.update import Update
 from fastformer.apps.train.weights import CheckpointError, check_storable, put_weights
 
-# Gradients that overflow in fp16 with a smaller scale than this have diverged.
+# A run has diverged if gradients overflow in fp16 with a smaller scale than this.
 _LOWEST_SCALE = 1.0
 
 
@@ -35,8 +35,8 @@ class DivergedError(FloatingPointError):
 class Position:
     """The progress of a run, saved with each checkpoint.
 
-    batch: of the epoch under way. validation_due: the checkpoint was written just before a validation. share: of the
-    held-out data that is validated. reserve: seconds that the end of the run will take.
+    batch: batches of the current epoch so far. validation_due: the checkpoint was written just before a validation.
+    share: share of the held-out data that is validated. reserve: seconds that the end of the run will take.
     """
 
     step: int = 0
@@ -53,11 +53,11 @@ class Position:
 
     @property
     def shown_epoch(self) -> int:
-        """The epoch for people: counted from 1; between two epochs the former."""
+        """The epoch as shown: counted from 1; between two epochs, the one that ended."""
         return self.epoch + (self.batch > 0)
 
     def end(self, config: TrainConfig) -> str | None:
-        """Name the budget that is used up; None where the run goes on."""
+        """Return the name of the budget that is used up; None if the run goes on."""
         if config.steps is not None and self.step >= config.steps:
             return "steps"
         if config.minutes is not None and self.seconds + self.reserve >= 60 * config.minutes:
@@ -65,23 +65,23 @@ class Position:
         return "epochs" if config.epochs is not None and self.epoch >= config.epochs else None
 
     def spent(self, config: TrainConfig, batches: BatchSource) -> float:
-        """Return the part of the budget that is spent, 0 to 1; of several budgets, the one nearest to its end."""
-        parts = [0.0]
+        """Return the spent share of the budget, 0 to 1; the largest share of several budgets."""
+        shares = [0.0]
         if config.steps is not None:
-            parts.append(self.step / config.steps)
+            shares.append(self.step / config.steps)
         if config.minutes is not None:
-            parts.append(self.seconds / max(60 * config.minutes - self.reserve, 1e-9))
+            shares.append(self.seconds / max(60 * config.minutes - self.reserve, 1e-9))
         if config.epochs is not None:
-            within = self.batch / max(batches.batches_in(self.epoch), 1) if self.batch else 0.0
-            parts.append((self.epoch + within) / config.epochs)
-        return min(max(parts), 1.0)
+            in_epoch = self.batch / max(batches.batches_in(self.epoch), 1) if self.batch else 0.0
+            shares.append((self.epoch + in_epoch) / config.epochs)
+        return min(max(shares), 1.0)
 
 
 @dataclass(frozen=True)
 class Result:
     """How a run ended: `reason` is "steps", "epochs", "minutes", "patience" or "interrupted"; seconds in all.
 
-    signal: the one that interrupted this process, such as `signal.SIGTERM`; None where none did.
+    signal: number of the signal that interrupted this process, such as `signal.SIGTERM`; None without one.
     """
 
     reason: str
@@ -99,11 +99,11 @@ class RunState:
     """Saves and restores a run of `model`; all processes call the same methods.
 
     Attributes:
-        at: where the run stands.
-        sums: since the last record.
+        at: position of the run.
+        sums: sums since the last record.
         metrics: of the last validation; empty if the weights were trained since.
         saved_step: step of the last checkpoint; -1 before the first.
-        saved_interim: whether the last checkpoint was one by time, which has no name of its own.
+        saved_interim: whether the last checkpoint was saved under the name `INTERIM`.
     """
 
     def __init__(
@@ -127,7 +127,7 @@ class RunState:
     def save(self, now: float, best: float | None = None, name: str | None = None) -> None:
         """Write a checkpoint at the time `now` of the sums' clock.
 
-        best: value of the metric, if it is the best so far. name: of the folder; None: that of the step.
+        best: value of the metric, if it is the best so far. name: of the folder; None: "step-N".
         """
         state = {
             "optimizer_name": self._config.optimizer,
@@ -174,9 +174,9 @@ class RunState:
         except (CheckpointError, ProcessError):
             raise
         except (KeyError, TypeError, ValueError, AttributeError, IndexError, OverflowError, RuntimeError) as error:
-            what = " ".join(str(error).split())[:120]
+            cause = " ".join(str(error).split())[:120]
             raise CheckpointError(
-                f"{checkpoint.path}: not a state of this run ({type(error).__name__}: {what})"
+                f"{checkpoint.path}: not a state of this run ({type(error).__name__}: {cause})"
             ) from None
         self.at, self.metrics = at, dict(checkpoint.metrics)
         self.saved_step, self.saved_interim = checkpoint.step, checkpoint.path.name == INTERIM
@@ -189,7 +189,7 @@ class RunState:
             return self.checkpoints.open(path).path
 
     def _check_form(self, state: dict[str, Any]) -> None:
-        """Refuse a state that holds other kinds of values than this run would write."""
+        """Raise ValueError for a state with values of other types than this run would write."""
         examples = {
             "scaler": self._update.scaler_state() if state["scaler"] else {},
             "schedule": self._schedule.state_dict(),
@@ -202,7 +202,7 @@ class RunState:
                     raise ValueError(f"{section}.{name} is {str(value)[:40]!r}")
 
     def _check_settings(self, state: dict[str, Any], checkpoint: Checkpoint) -> None:
-        """Refuse settings that a resumed run cannot change."""
+        """Raise CheckpointError for changed settings that a resumed run cannot change."""
         saved = {"optimizer": state["optimizer_name"], "schedule": state["schedule_name"]}
         if state["position"]["best_value"] is not None:
             saved["metric"] = state["metric"]
@@ -215,7 +215,7 @@ class RunState:
             raise CheckpointError(f"{checkpoint.path}: its state is of step {state['position']['step']}")
 
     def _mark_again(self, path: Path) -> None:
-        """Mark a checkpoint that was the best: the process may have been killed before it wrote that into the index."""
+        """Mark the best checkpoint again, because the process may have been killed before it wrote the index."""
         value = self.at.best_value
         if value is None or self.metrics.get(self._config.metric) != value:
             return
@@ -224,7 +224,7 @@ class RunState:
                 self.mark_if_best(path, value)
 
     def mark_if_best(self, path: Path | None, value: float) -> bool:
-        """Mark a checkpoint as the best if its value is, and return whether it is; only process 0 calls it."""
+        """Mark a checkpoint as the best if its value is the best; return whether it is. Only process 0 may call it."""
         if path is None or not is_better(self._config.metric, value, self.checkpoints.best_value()):
             return False
         self.checkpoints.mark_best(path, value)
@@ -241,10 +241,10 @@ class RunState:
         if self.sums.finite() and (scale is None or scale >= _LOWEST_SCALE):
             return
         last = self.checkpoints.last()
-        kept = f"the last good checkpoint is {last}" if last else "no checkpoint was written yet"
+        last_good = f"the last good checkpoint is {last}" if last else "no checkpoint was written yet"
         scaled = "" if scale is None else f", loss scale {scale:g}"
         raise DivergedError(
-            f"loss or gradient is not finite at step {step} (lr {self.sums.rate:.2e}{scaled}); {kept}; "
+            f"loss or gradient is not finite at step {step} (lr {self.sums.rate:.2e}{scaled}); {last_good}; "
             "try a lower lr, more warmup_steps or a lower clip_norm"
         )
 

@@ -1,4 +1,4 @@
-"""Learning-rate schedules: functions of the step and of the part of the budget that is spent.
+"""Learning-rate schedules: functions of the step and of the spent share of the budget.
 
 The budget counts steps, epochs or minutes. A decay over minutes ends at its minimum on slow and fast machines alike,
 which a decay over steps cannot; the price is that two runs on different machines see different rates at the same step.
@@ -42,8 +42,8 @@ class Schedule:
     def rate(self, step: int, progress: float) -> float:
         """Return the rate of step `step` (the first is 1) when `progress` (0 to 1) of the budget was spent before it.
 
-        The decays of cosine and linear begin where the warmup ended, which only the run itself knows when the budget
-        is counted in minutes: ask in the order of the steps.
+        Call it in the order of the steps: cosine and linear decay from the progress at which the warmup ended, which
+        is not known before the run if the budget is in minutes.
         """
         lowest = self.min_lr if step >= self.warmup_steps else 0.0
         if self.name == "inverse_sqrt":
@@ -56,14 +56,14 @@ class Schedule:
             return rate
         if self._decay_start is None:
             self._decay_start = min(progress, 1.0)
-        rest = 1.0 - self._decay_start
-        decayed = min(max((progress - self._decay_start) / rest, 0.0), 1.0) if rest > 0.0 else 1.0
+        span = 1.0 - self._decay_start
+        decayed = min(max((progress - self._decay_start) / span, 0.0), 1.0) if span > 0.0 else 1.0
         share = 1.0 - decayed if self.name == "linear" else 0.5 * (1.0 + math.cos(math.pi * decayed))
-        floor = self.min_lr / self.lr
-        return self.lr * (floor + (1.0 - floor) * share)
+        minimum = self.min_lr / self.lr
+        return self.lr * (minimum + (1.0 - minimum) * share)
 
     def observe(self, loss: float) -> None:
-        """Tell the schedule a validation loss; only the plateau schedules act on it."""
+        """Record a validation loss; only the plateau schedules use it."""
         if loss < self._best_loss:
             self._best_loss, self._bad = loss, 0
         elif self.name == "divide_on_plateau":

@@ -1,22 +1,22 @@
-"""`TimeBudget`: what steps, saves and validations cost of a budget in minutes, and how much to keep back for the end.
+"""`TimeBudget`: measure steps, saves and validations of a run with a budget in minutes, and reserve time for its end.
 
-A run by the clock ends early enough to save and to validate once more. The cost of a validation is kept in steps, so
-that it follows the speed of the machine: another process on the same cores slows steps and validations down alike.
+Such a run ends early enough to save and to validate once more. The cost of a validation is stored in steps, so that it
+follows the speed of the machine: another process on the same cores slows steps and validations down alike.
 """
 
 from fastformer.apps.train.config import TrainConfig
 
 _VALIDATION = 0.1  # largest part of the budget that one validation may take
-_TRIAL = 0.01  # part of the budget after which a trial validation says enough
+_TRIAL = 0.01  # part of the budget that a trial validation takes
 _MEASURE_BY = 0.5  # part of the budget after which the cost of a validation is measured if none was due before
 _RECENT = 0.2  # weight of the last step in the mean duration of a step
 
 
 class TimeBudget:
-    """The costs that were measured so far, in seconds of the clock that the budget counts.
+    """The costs measured so far, in seconds of the clock that the budget counts.
 
     Attributes:
-        trial_seconds: how long a trial validation should take; None without a budget in minutes.
+        trial_seconds: duration of a trial validation; None without a budget in minutes.
     """
 
     def __init__(self, config: TrainConfig, validates: bool) -> None:
@@ -27,16 +27,16 @@ class TimeBudget:
         self.trial_seconds = None if self._limit is None else _TRIAL * self._limit
 
     def step_took(self, seconds: float) -> None:
-        """Note the duration of a step. The first one, which may compile and allocate, counts until the second."""
+        """Record the duration of a step. The first one, which may compile and allocate, counts until the second."""
         self._steps += 1
         self._step = seconds if self._steps <= 2 else self._step + _RECENT * (seconds - self._step)
 
     def save_took(self, seconds: float) -> None:
-        """Note the duration of a save."""
+        """Record the duration of a save."""
         self._save = seconds
 
     def validation_took(self, seconds: float, share: float) -> None:
-        """Note the duration of a validation on a share of the held-out data."""
+        """Record the duration of a validation on a share of the held-out data."""
         self._validation = seconds / share / max(self._step, 1e-9)
 
     @property
@@ -55,7 +55,7 @@ class TimeBudget:
         return min(1.0, _VALIDATION * self._limit / max(self._validation * self._step, 1e-9))
 
     def reserve(self, share: float) -> float | None:
-        """Return the seconds that the next step and the end of the run take; None where that is not known yet."""
+        """Return the seconds that the next step and the end of the run take; None before a validation was measured."""
         if self._limit is None:
             return 0.0
         if self._validation is None:

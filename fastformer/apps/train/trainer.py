@@ -1,12 +1,12 @@
 """`Trainer`: the one training loop, for every model.
 
-The loop knows nothing of the task: it takes batches, a function that sums a batch's loss over its real tokens, and a
-function that validates. A step is in `update.py`, what is saved and resumed in `run_state.py`, what is written down and
-shown in `records.py`, the time that a budget in minutes leaves for validation in `time_budget.py`. Under torchrun each
+The loop is independent of the task: it takes batches, a function that sums a batch's loss over its real tokens, and a
+function that validates. `update.py` makes a step, `run_state.py` saves and resumes, `records.py` writes and shows
+metrics, and `time_budget.py` decides how much time a budget in minutes leaves for validation. Under torchrun each
 process takes its share of every batch (`processes.py`); process 0 validates and writes.
 
-The host waits for the device only where a number is written down (every `log_every` steps). On a CPU a loss that is not
-finite stops the run before it reaches the weights; on a GPU at the next record, and before a checkpoint is written.
+The host waits for the device only for a record (every `log_every` steps). On a CPU a loss that is not finite stops the
+run before it reaches the weights; on a GPU at the next record, and before a checkpoint is written.
 """
 
 import time
@@ -46,9 +46,9 @@ class Trainer:
     loss(model, batch): the loss summed over the batch's real tokens, a scalar tensor with gradient.
     batches: a `BatchSource`. validate(model): {"loss": mean per token, "bleu": …} in eval mode without gradients;
     "perplexity" is added from "loss" when absent, and a text "bleu_signature" is logged beside "bleu". A `Validation`
-    is made smaller where it would take more than a tenth of a budget in minutes; any other function is called as it is.
+    scores fewer examples if it would take over a tenth of a budget in minutes; any other function is called as it is.
     config: `TrainConfig`. architecture: the model's configuration (dataclass or mapping), stored in each checkpoint and
-    compared on resuming; None: `model.config`, where that is a dataclass. The device is that of the parameters.
+    compared on resuming; None: `model.config`, if it is a dataclass. The device is that of the parameters.
     clock: seconds for budget, speed, saves and progress, instead of the clocks that the configuration names.
 
     Within `join_processes`, all processes make the same Trainer and call the same methods.
@@ -126,7 +126,7 @@ class Trainer:
         """Train until a budget is spent, patience ends or Ctrl-C, then validate and save; return how it ended.
 
         The first Ctrl-C finishes the step, saves, validates and returns; the second raises KeyboardInterrupt at once.
-        SIGTERM and SIGHUP are taken as a first Ctrl-C, where nobody else handles or ignores them. Raises DivergedError
+        SIGTERM and SIGHUP count as a first Ctrl-C, unless the program handles or ignores them. Raises DivergedError
         for a loss or gradient that is not finite, OSError when a checkpoint cannot be written, RunLockedError while
         another process writes to the folder.
         """
@@ -155,10 +155,10 @@ class Trainer:
         self._sums.start(self._clock())
         self._save_at = self._wall_clock() + 60 * self.config.save_minutes
         self.model.train()
-        self._update.optimizer.zero_grad()  # of a step that an error ended, or of the caller's own
+        self._update.optimizer.zero_grad()  # drops gradients of a step that an error ended, or of the caller
 
     def _train(self) -> str:
-        """Train until something ends the run, and return what that was."""
+        """Train until the run ends, and return the reason."""
         if self._at.validation_due and not self._validate_and_save():
             return "patience"
         while (reason := self._end()) is None:
@@ -215,7 +215,7 @@ class Trainer:
         return reason
 
     def _validate_and_save(self) -> bool:
-        """Validate and save as the configuration asks for; False when patience is at its end."""
+        """Validate and save as the configuration asks for; return False if `patience` is used up."""
         self._state.check_finite(self._at.step)
         paused, best, shown = self._clock(), None, None
         if self._evaluation is not None:
@@ -236,19 +236,19 @@ class Trainer:
         return self.config.patience is None or self._at.worse < self.config.patience
 
     def _evaluate(self, kind: str) -> tuple[float, dict[str, Any] | None]:
-        """See `Evaluation.run`; if it fails, save what was trained before the error goes on."""
+        """Validate as `Evaluation.run`; if that fails, save the training so far before raising the error."""
         assert self._evaluation is not None
         try:
             return self._evaluation.run(kind)
         except Exception as error:
             self._state.metrics = {}
-            together = not isinstance(error, ProcessError) or error.reported  # else another one is gone
-            if together and self._state.saved_step != self._at.step:
+            all_here = not isinstance(error, ProcessError) or error.reported  # else another process has ended
+            if all_here and self._state.saved_step != self._at.step:
                 self._save(None)
             raise
 
     def _save_unrated(self, name: str | None = None) -> None:
-        """Save weights that were not validated; under the name INTERIM, until the next checkpoint."""
+        """Save weights that were not validated; the next checkpoint replaces one named INTERIM."""
         self._state.check_finite(self._at.step)
         self._state.metrics = {}
         self._save(None, name)
@@ -261,10 +261,10 @@ class Trainer:
         self._time.save_took(self._clock() - started)
 
     def _finish(self, reason: str) -> None:
-        """Save and validate the end of the run, without a trace in the saved state: a longer run goes on from there."""
+        """Save and validate at the end; the saved state is that before the validation, as a longer run needs it."""
         if self._state.saved_step != self._at.step or self._state.saved_interim:
             self._save_unrated()
-        # Also where a run that ended, or was killed right here, is resumed without a longer budget.
+        # Also if a run that ended, or was killed at this point, is resumed without a longer budget.
         if self._evaluation is not None and not self._state.metrics:
             value, shown = self._evaluate("validation")
             best = self._processes.on_main(lambda: self._state.mark_if_best(self.checkpoints.last(), value))

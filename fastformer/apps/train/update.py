@@ -1,7 +1,7 @@
 """`Update`: one step of the optimizer, from a group of batches to new parameters.
 
-The gradient is that of the mean over all real tokens of the step's batches, in all processes, so how they are cut into
-batches, accumulated and shared out does not change it.
+The gradient is that of the mean over all real tokens of the step's batches, in all processes. It does not depend on how
+tokens are divided into batches, accumulated and shared between processes.
 
 precision="fp16" multiplies the loss by a scale that keeps small gradients above fp16's smallest number
 (torch.amp.GradScaler): a step whose gradients overflow is skipped, and the scale halved; after 2,000 steps without, it
@@ -30,7 +30,7 @@ _PRECISIONS = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 class _Step(nn.Module):
-    """Model and loss as one module, so that all that uses parameters happens in its forward."""
+    """Model and loss as one module, whose forward contains every use of a parameter."""
 
     def __init__(self, model: nn.Module, loss: Callable[[Any, Any], Tensor]) -> None:
         super().__init__()
@@ -42,7 +42,7 @@ class _Step(nn.Module):
 
 
 class Update:
-    """The optimizer and what it takes to get its gradients: call `gradients`, look at what it found, then `apply`.
+    """The optimizer and the computation of its gradients: call `gradients`, check the returned norm, then `apply`.
 
     `module` computes the loss of a batch, wrapped for several processes; `parameters` in the optimizer's order.
     """
@@ -51,14 +51,14 @@ class Update:
         self, model: nn.Module, loss: Callable[[Any, Any], Tensor], config: TrainConfig, processes: Processes
     ) -> None:
         self.device = next(model.parameters()).device
-        self._ours = is_ours(model, loss)  # before classes change
+        self._runs_known_code = runs_known_code(model, loss)  # before `wrap` changes classes
         dtype, compiled = _PRECISIONS.get(config.precision), config.compile is not None
         self.module = wrap(_Step(model, loss), config.parallel, processes, dtype, compiled)
         self.optimizer = build_optimizer(model, config)
         self.parameters: list[Tensor] = [p for group in self.optimizer.param_groups for p in group["params"]]
         self._config, self._processes = config, processes
         # Several processes exchange gradients parameter by parameter; a compiler casts on its own.
-        together = self._ours and processes.world == 1 and config.compile is None
+        together = self._runs_known_code and processes.world == 1 and config.compile is None
         self._cast = cast_parameters(model) if together else []
         self._called = list(model.modules())
         self._scaler = torch.amp.GradScaler(self.device.type, enabled=config.precision == "fp16")
@@ -69,12 +69,12 @@ class Update:
         return self._scaler.get_scale() if self._scaler.is_enabled() else None
 
     def autocast(self) -> AbstractContextManager[Any]:
-        """Return the precision of the configuration, for training and for validation."""
+        """Return the autocast context of the configured precision, for training and for validation."""
         precision = self._config.precision
         return torch.autocast(self.device.type, _PRECISIONS.get(precision), enabled=precision in _PRECISIONS)
 
     def gradients(self, batches: Sequence[Any]) -> tuple[Tensor, Tensor, int]:
-        """Forward and backward.
+        """Run forward and backward of the batches of a step.
 
         Returns:
             The summed loss, the norm of the gradient (both of all processes, scalars on the device) and the tokens.
@@ -88,7 +88,7 @@ class Update:
                 loss = self.backward(on_device, max(tokens, 1) if counts else math.inf)
                 total += loss if counts else 0.0
         self._processes.sum(total)
-        with self._processes.contact():  # of sharded gradients, the processes compare what is finite
+        with self._processes.contact():  # for sharded gradients, the processes exchange whether all are finite
             self._scaler.unscale_(self.optimizer)
         return total, self.norm(), tokens
 
@@ -99,12 +99,12 @@ class Update:
         """
         with ExitStack() as stack:
             stack.enter_context(self.autocast())
-            # Hooks may write to a parameter, too; of 158 modules this takes 40 us.
-            if self._ours and not has_global_hooks() and not any(map(has_own_hooks, self._called)):
+            # Hooks may write to parameters, too; this check takes 40 us for 158 modules.
+            if self._runs_known_code and not has_global_hooks() and not any(map(has_own_hooks, self._called)):
                 stack.enter_context(cast_together(self._cast, _PRECISIONS.get(self._config.precision)))
                 stack.enter_context(seeds_together())
             loss: Tensor = self.module(batch)
-        # The processes' gradients are averaged, but their sum is wanted.
+        # DDP and FSDP2 average the gradients of the processes, but a step needs the sum.
         self._scaler.scale(loss * self._processes.world / tokens).backward()  # type: ignore[no-untyped-call]
         return loss.detach()
 
@@ -119,7 +119,7 @@ class Update:
         self.optimizer.zero_grad()
 
     def step(self, norm: Tensor, rate: float | Tensor) -> None:
-        """Do what `apply` does, but keep the gradients."""
+        """Clip and change the parameters as `apply`, but keep the gradients."""
         if self._config.clip_norm:
             nn.utils.clip_grads_with_norm_(self.parameters, self._config.clip_norm, norm)
         for group in self.optimizer.param_groups:
@@ -132,22 +132,22 @@ class Update:
         return self._scaler.state_dict()
 
     def load_state_dict(self, optimizer: dict[int, dict[str, Any]], scaler: dict[str, Any]) -> None:
-        """Continue from `Checkpoint.optimizer_state` and `scaler_state`; of whole tensors, a process takes its part.
+        """Continue from `Checkpoint.optimizer_state` and `scaler_state`; a process takes its shard of whole tensors.
 
-        Learning rate, weight decay and the like are what the configuration says now, not what it said then.
+        Learning rate, weight decay and other options are those of the current configuration, not of the saved one.
         """
         groups = self.optimizer.state_dict()["param_groups"]
-        self.optimizer.load_state_dict({"state": self._parts(optimizer), "param_groups": groups})
+        self.optimizer.load_state_dict({"state": self._local_state(optimizer), "param_groups": groups})
         if scaler and self._scaler.is_enabled():
             self._scaler.load_state_dict(scaler)
 
-    def _parts(self, state: dict[int, dict[str, Any]]) -> dict[int, dict[str, Any]]:
-        """Return the saved tensors laid out as the parameters, or this process's parts of them.
+    def _local_state(self, state: dict[int, dict[str, Any]]) -> dict[int, dict[str, Any]]:
+        """Return the saved tensors with the parameters' strides, or this process's shards of them.
 
-        The optimizers' kernels go through parameter and state as one piece of memory.
+        The fused optimizers read parameter and state in the order of memory.
         """
 
-        def part(x: Tensor, p: Tensor) -> Tensor:
+        def local(x: Tensor, p: Tensor) -> Tensor:
             if not x.dim():  # the step
                 return x
             sharded = hasattr(p, "device_mesh")
@@ -157,13 +157,13 @@ class Update:
             return part_of(x, p)
 
         return {
-            index: {key: part(x, p) for key, x in state[index].items()}
+            index: {key: local(x, p) for key, x in state[index].items()}
             for index, p in enumerate(self.parameters)
             if index in state
         }
 
 
-def is_ours(model: nn.Module, loss: Any) -> bool:
+def runs_known_code(model: nn.Module, loss: Any) -> bool:
     """Return whether only code of torch and fastformer runs in a forward pass, by classes, functions and the loss.
 
     Other code may write to a parameter's `.data` in the middle of a forward pass, freeze the parameter for a while, or

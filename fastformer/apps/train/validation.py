@@ -1,4 +1,4 @@
-"""Validation: named values of a model on held-out data, one of which says whether a checkpoint is the best so far."""
+"""Validation: named values of a model on held-out data, one of which decides if a checkpoint is the best so far."""
 
 import math
 from collections.abc import Callable, Mapping
@@ -19,12 +19,12 @@ from fastformer.apps.train.run_state import RunState
 from fastformer.apps.train.time_budget import TimeBudget
 from fastformer.apps.train.update import Update
 
-_SMALLEST_TRIAL = 8  # examples: one alone takes as long as several, where each token has a step of its own
+_SMALLEST_TRIAL = 8  # examples; one alone takes as long as several if each token is decoded in a step
 
 
 @dataclass(frozen=True)
 class Validation:
-    """Scores a model on `size` held-out examples, or on a share of them where the time does not allow for all.
+    """Scores a model on `size` held-out examples, or on a share of them if there is no time for all.
 
     score(model, indices): the values on the examples at `indices`, int64 `[n]`, in ascending order.
     """
@@ -45,8 +45,8 @@ class Validation:
 class Evaluation:
     """Validates `model` in process 0, while the other processes wait, and records the values.
 
-    With a budget in minutes, a `Validation` is made on the share of the data that has time; any other `validate`
-    (see `Trainer`) is called as it is. All processes call the same methods. `clock`: of the budget.
+    With a budget in minutes, a `Validation` scores the share of the data that there is time for; any other `validate`
+    (see `Trainer`) is called as it is. All processes call the same methods. clock: returns the seconds of the budget.
     """
 
     def __init__(
@@ -66,7 +66,7 @@ class Evaluation:
         self._state, self._records, self._budget = state, records, budget
 
     def run(self, kind: str) -> tuple[float, dict[str, Any] | None]:
-        """Validate, write a record of this kind, and return the value that decides and the record to show."""
+        """Validate, write a record of this kind, and return the value of the metric and the record to show."""
         self.measure()
         share, started = self._state.at.share, self._clock()
         with gathered(self._update.module, self._processes):
@@ -77,7 +77,7 @@ class Evaluation:
         return metrics[self._metric], self._records.write(kind, {**metrics, **shared})
 
     def measure(self) -> None:
-        """With a budget in minutes, find out once in a run what share of the held-out data can be validated."""
+        """Measure once in a run with a budget in minutes what share of the held-out data can be validated."""
         seconds, held_out, at = self._budget.trial_seconds, self._validate, self._state.at
         if self._budget.knows_validation or seconds is None or not isinstance(held_out, Validation):
             return
@@ -103,19 +103,19 @@ class Evaluation:
             count = min(4 * count if spent < seconds / 4 else 2 * count, size)
 
     def _values(self, share: float) -> dict[str, Any]:
-        """Validate in eval mode, without gradients and without a trace in the generators."""
+        """Validate in eval mode without gradients, and restore the random generators."""
         self._model.eval()
         with self._update.autocast(), torch.no_grad(), preserved_randomness():
-            found = self._validate(self._model, share) if share < 1 else self._validate(self._model)  # type: ignore[call-arg]
-            values = {name: value if isinstance(value, str) else float(value) for name, value in found.items()}
+            scores = self._validate(self._model, share) if share < 1 else self._validate(self._model)  # type: ignore[call-arg]
+            values = {name: value if isinstance(value, str) else float(value) for name, value in scores.items()}
         self._model.train()
         return values
 
 
 def check_values(values: dict[str, Any], metric: str) -> dict[str, Any]:
-    """Return the values, with "perplexity" made from "loss" where it is absent.
+    """Return the values, with "perplexity" computed from "loss" if it is absent.
 
-    Raises ValueError where `metric` is not among the values, or one is named like what each record says.
+    Raises ValueError if `metric` is not among the values, or a value is named as a field of every record.
     """
     for name in values:
         if not isinstance(name, str) or name in OF_RECORD:

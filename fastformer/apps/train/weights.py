@@ -1,6 +1,6 @@
 """Weights as safetensors files: written, compared with a model by name, shape and dtype, loaded and averaged.
 
-All is compared before a number is copied: torch would cast anything to anything. Nothing is unpickled.
+All tensors are compared before one is copied, because torch would cast any dtype to any other. Nothing is unpickled.
 
 Parameters that share memory (tied embeddings) are written once; the file's header names the copies.
 """
@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from fastformer.apps.train.parallel import part_of
 
-# Of these, any may be loaded into any: a model is exported, and trained, in other precisions than it was saved in.
+# Each may be loaded into each other: a model is exported, and trained, in other precisions than it was saved in.
 _FLOATING = frozenset({torch.float64, torch.float32, torch.float16, torch.bfloat16})
 
 
@@ -24,15 +24,15 @@ class CheckpointError(ValueError):
 
 
 def write_weights(path: Path, weights: Mapping[str, Tensor]) -> None:
-    """Write tensors as safetensors; tensors that are the same memory are stored once. Raises OSError on a full disk."""
+    """Write tensors as safetensors; tensors in the same memory are stored once. Raises OSError on a full disk."""
     from safetensors.torch import save
 
     first_names: dict[tuple[Any, ...], str] = {}
     stored: dict[str, Tensor] = {}
     copies: dict[str, str] = {}
     for name, tensor in weights.items():
-        place = (tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride(), tensor.device)
-        first = first_names.setdefault(place, name) if tensor.numel() else name
+        memory = (tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride(), tensor.device)
+        first = first_names.setdefault(memory, name) if tensor.numel() else name
         if first == name:
             stored[name] = tensor.detach().to("cpu", copy=True, memory_format=torch.contiguous_format)
         else:
@@ -78,7 +78,7 @@ def load_weights(model: nn.Module, path: Path) -> None:
 def put_weights(model: nn.Module, weights: Mapping[str, Tensor], origin: Path | str) -> None:
     """Copy weights into a model, in place and strictly; raises CheckpointError naming the first tensor that differs.
 
-    A parameter that the model has under two names must be the same under both, or one of them would be lost.
+    A parameter with two names in the model must have equal values under both, or one of them would be lost.
     """
     expected = model.state_dict()
     check_tensors_fit({name: (tensor.shape, tensor.dtype) for name, tensor in weights.items()}, expected, origin)
@@ -119,9 +119,9 @@ def same_kind(saved: torch.dtype, expected: torch.dtype) -> bool:
 
 
 def check_size(numbers: int, stored: int, origin: Path | str) -> None:
-    """Refuse to build a model that is larger than its stored weights, because untrusted settings may name any size.
+    """Raise CheckpointError for a model larger than its stored weights, because untrusted settings may name any size.
 
-    numbers: that the model has at least. stored: bytes of the weights' files; a number takes two or more.
+    numbers: elements that the model has at least. stored: bytes of the weights' files; an element takes two or more.
     """
     if 2 * numbers > stored:
         raise CheckpointError(
@@ -131,7 +131,7 @@ def check_size(numbers: int, stored: int, origin: Path | str) -> None:
 
 
 def check_finite(model: nn.Module, origin: Path | str) -> None:
-    """Raise CheckpointError naming the first parameter with a NaN or an infinity, of which only garbage can come."""
+    """Raise CheckpointError naming the first parameter that holds a NaN or an infinity."""
     for name, parameter in model.named_parameters():
         if not torch.isfinite(parameter).all():
             raise CheckpointError(f"{origin}: {name} holds NaN or infinity; it is damaged, or its training diverged")
@@ -141,14 +141,14 @@ def check_architecture(saved: Mapping[str, Any], expected: Mapping[str, Any], or
     """Raise CheckpointError naming the first setting in which a checkpoint's architecture is not the expected one."""
     for name in {**expected, **saved}:
         if name not in saved or name not in expected or saved[name] != expected[name]:
-            found, wanted = (repr(each[name]) if name in each else "nothing" for each in (saved, expected))
-            raise CheckpointError(f"{origin}: is of another architecture: it has {name}={found}, this model {wanted}")
+            stored, needed = (repr(each[name]) if name in each else "nothing" for each in (saved, expected))
+            raise CheckpointError(f"{origin}: is of another architecture: it has {name}={stored}, this model {needed}")
 
 
 def average_weights(sources: Iterable[tuple[Path | str, Mapping[str, Tensor]]]) -> dict[str, Tensor]:
     """Return the mean of several models' weights, summed in fp64; integers are those of the last.
 
-    sources: (origin for messages, weights) each. Tied weights may be one tensor; no tensor is changed.
+    sources: pairs of origin (for messages) and weights. Tied weights may be one tensor; no tensor is changed.
     """
     first: Mapping[str, Tensor] = {}
     last: Mapping[str, Tensor] = {}
@@ -167,7 +167,7 @@ def average_weights(sources: Iterable[tuple[Path | str, Mapping[str, Tensor]]]) 
 
 @contextmanager
 def _readable(path: Path) -> Iterator[None]:
-    """Turn every error of reading a safetensors file into a CheckpointError of one line."""
+    """Raise a CheckpointError of one line for every error of reading a safetensors file in the block."""
     try:
         yield
     except Exception as error:  # also a MemoryError, of a sparse file

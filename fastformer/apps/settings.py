@@ -1,4 +1,4 @@
-"""Settings of the applications: pydantic dataclasses from which checks, flags, help and TOML files are made.
+"""Settings of the applications: pydantic dataclasses, from which checks, flags, help and TOML files are derived.
 
     class SearchOptions(Settings):
         beam: int = setting(4, "hypotheses kept a sentence; 1 is greedy search", at_least=1)
@@ -28,9 +28,9 @@ from pydantic_core import ArgsKwargs, ErrorDetails
 
 from fastformer.settings import BOUNDS, allowed_range, refusal
 
-SET = "any value"  # in `only`: not None
+SET = "any value"  # in `only`: any value but None
 
-Given = Mapping[str, Mapping[str, Any]]  # section -> name -> what a user stated
+Given = Mapping[str, Mapping[str, Any]]  # section -> name -> value stated by a user
 _AsText = BeforeValidator(lambda value: os.fspath(value) if isinstance(value, os.PathLike) else value)
 File = Annotated[Path, Strict(False), _AsText]  # takes a text, too
 FolderOrName = Annotated[str, _AsText]
@@ -38,7 +38,7 @@ Texts = Annotated[tuple[str, ...], Strict(False)]  # takes a list, too
 Share = Annotated[float, Pydantic(ge=0, lt=1)]
 Pair = Annotated[tuple[Share, Share], Strict(False)]  # each at least 0 and below 1
 
-_VAGUE = {"n", "num", "max", "min", "dim", "size", "rate", "steps"}  # words of names that say little alone
+_VAGUE = {"n", "num", "max", "min", "dim", "size", "rate", "steps"}  # words too common to identify a setting
 _PYDANTIC = {"at_least": "ge", "above": "gt", "below": "lt", "at_most": "le"}
 _KINDS = {
     "int_type": "a whole number",
@@ -67,12 +67,12 @@ def setting(
 
     Args:
         default: MISSING for a setting that must be given.
-        help: what it means, in a line.
-        choices: the texts that are allowed.
-        only: with which other settings it has an effect.
-        fixed: a resumed run cannot change it.
-        derived: what it is computed from, if users never give it: such as "the tokenizer".
-        before: its value in files that are older than the setting, if that is not the default.
+        help: meaning of the setting, in a line.
+        choices: allowed texts.
+        only: values of other settings with which this one has an effect.
+        fixed: whether a resumed run cannot change the setting.
+        derived: source of the value, such as "the tokenizer", for a setting that users cannot give.
+        before: value in files that are older than the setting, if that is not the default.
         bounds: `at_least`, `above`, `below`, `at_most`: a number, or the name of another setting.
     """
     numbers = {_PYDANTIC[key]: bound for key, bound in bounds.items() if not isinstance(bound, str)}
@@ -111,7 +111,7 @@ class Settings:
         cls.__init__ = __init__  # type: ignore[assignment, method-assign]
 
     def __post_init__(self) -> None:
-        """Check bounds that are other settings; pydantic has checked the rest."""
+        """Check bounds that are other settings; pydantic has checked all others."""
         for item in fields(self):
             value, bounds = getattr(self, item.name), facts(item)["bounds"]
             limits = {key: getattr(self, name) for key, name in bounds.items() if isinstance(name, str)}
@@ -120,7 +120,7 @@ class Settings:
 
 
 def check_stated(settings: type[Settings], values: Mapping[str, Any], where: str) -> None:
-    """Check some values of settings, of which others may be missing.
+    """Check the values of some settings; others may be missing.
 
     Raises:
         ValueError: beginning with `where`, naming the first value that is not allowed.
@@ -134,7 +134,7 @@ def check_stated(settings: type[Settings], values: Mapping[str, Any], where: str
 
 
 def _one_line(error: ErrorDetails, settings: type[Settings], given: Mapping[str, Any]) -> str:
-    """Say in one line what pydantic refused, by the declaration of the setting."""
+    """Return one line for an error of pydantic: the setting, the value and the declared range."""
     if not error["loc"]:  # of __post_init__
         return str(error["ctx"]["error"])
     items = {item.name: item for item in fields(settings)}
@@ -154,13 +154,16 @@ def _one_line(error: ErrorDetails, settings: type[Settings], given: Mapping[str,
 
 
 def suggestion(unknown: str, known: Mapping[str, str]) -> str:
-    """Say which known names, each with its help, an unknown one may stand for; if none is alike, list all."""
+    """Return the end of a message that suggests similar known names; if there are none, list all.
+
+    known: name -> help.
+    """
     near = nearest(unknown, known)
     return f"; did you mean {' or '.join(map(repr, near))}?" if near else f"; known: {', '.join(sorted(known))}"
 
 
 def nearest(unknown: str, known: Mapping[str, str]) -> list[str]:
-    """Return the known names that are like an unknown one in letters, or have its words in name or help.
+    """Return known names with a spelling similar to the unknown one, or with the same words in name or help.
 
     >>> nearest("--learning-rate", {"--lr": "peak learning rate", "--embedding-range": "of the embeddings"})
     ['--lr']
@@ -170,10 +173,10 @@ def nearest(unknown: str, known: Mapping[str, str]) -> list[str]:
     def rate(name: str) -> float:
         in_name, in_both = ({word for word in words if _has(text, word)} for text in (name, f"{name} {known[name]}"))
         share = (len(in_name) + 0.8 * len(in_both - in_name)) / max(len(words), 1)
-        if len(in_both) == len(set(words)):  # a shorter text says less else
+        if len(in_both) == len(set(words)):  # prefer names and helps with fewer other words
             share += 0.2 * len(words) / max(len(_words(name if in_name == in_both else known[name])), 1)
         spelling = difflib.SequenceMatcher(None, unknown.strip("-"), name.strip("-")).ratio()
-        return max(spelling + 0.3 if spelling > 0.85 else spelling, share)  # a slip of the finger, before all else
+        return max(spelling + 0.3 if spelling > 0.85 else spelling, share)  # a typing error comes before all else
 
     rates = {name: rate(name) for name in known}
     least = max(0.5, 0.95 * max(rates.values(), default=0.0))
@@ -185,7 +188,7 @@ def _words(text: str) -> list[str]:
 
 
 def _has(text: str, word: str) -> bool:
-    """Return whether a text has a word, or one that begins alike: accumulate and accumulation, vocab and vocabulary."""
+    """Return whether a text has a word or one with the same beginning: accumulate, accumulation; vocab, vocabulary."""
 
     def alike(other: str) -> bool:
         shorter = min(len(word), len(other))
@@ -207,32 +210,32 @@ def helps(settings: type) -> dict[str, str]:
 
 
 def facts(item: "Field[Any]") -> dict[str, Any]:
-    """Return what `setting` was given for a field, apart from default and help."""
+    """Return the arguments of `setting` for a field, without default and help."""
     return dict(item.metadata["json_schema_extra"])
 
 
 def befores(settings: type) -> dict[str, Any]:
-    """Return settings that files may not state because they are newer, each with its value in such files."""
-    found = {item.name: item.metadata.get("json_schema_extra", {}).get("before", MISSING) for item in fields(settings)}
-    return {name: before for name, before in found.items() if before is not MISSING}
+    """Return the settings that older files lack, each with the value it has in such files."""
+    values = {item.name: item.metadata.get("json_schema_extra", {}).get("before", MISSING) for item in fields(settings)}
+    return {name: before for name, before in values.items() if before is not MISSING}
 
 
 def explained(item: "Field[Any]", settings: Sequence[type]) -> str:
     """Return a setting's line of help: meaning, choices, bounds and conditions.
 
     Args:
-        item: of one of `settings`.
-        settings: all that its conditions may name.
+        item: field of one of `settings`.
+        settings: classes that conditions of the field may name.
     """
-    found = facts(item)
-    only = ", ".join(words(name, wanted, settings) for name, wanted in found["only"].items())
-    notes = "; ".join(filter(None, (allowed_range((), found["bounds"]), only and f"only {only}")))
-    choices = f": {', '.join(found['choices'])}" if found["choices"] else ""
+    stated = facts(item)
+    only = ", ".join(words(name, condition, settings) for name, condition in stated["only"].items())
+    notes = "; ".join(filter(None, (allowed_range((), stated["bounds"]), only and f"only {only}")))
+    choices = f": {', '.join(stated['choices'])}" if stated["choices"] else ""
     return f"{item.metadata['description']}{choices}{notes and f' ({notes})'}"
 
 
 def default_text(item: "Field[Any]") -> str:
-    """Return a setting's default as it is typed."""
+    """Return a setting's default as a user would type it."""
     if item.default is None:
         return "unset"
     if isinstance(item.default, bool):
@@ -241,15 +244,15 @@ def default_text(item: "Field[Any]") -> str:
 
 
 def refuse_idle(given: Given, sections: Mapping[str, Any], *others: Any) -> None:
-    """Refuse settings that were given and have no effect.
+    """Raise ValueError for settings that were given and have no effect.
 
     Args:
-        given: what a user stated, by section; False asks for nothing.
-        sections: the settings of each.
-        others: further objects that conditions may name.
+        given: settings that a user stated, by section; False needs no effect.
+        sections: all settings, by section.
+        others: further objects whose attributes conditions may name.
 
     Raises:
-        ValueError: naming all such settings, and the conditions.
+        ValueError: naming all such settings, and the unmet conditions.
     """
     everything = (*sections.values(), *others)
     idle = []
@@ -257,34 +260,34 @@ def refuse_idle(given: Given, sections: Mapping[str, Any], *others: Any) -> None
         stated = given.get(section, {})
         for item in fields(settings):
             if item.name in stated and stated[item.name] is not False:
-                for name, wanted, value in islice(unmet(item, everything), 1):
-                    here = "" if wanted in (None, SET) else f", not {words(name, value, everything)}"
-                    idle.append(f"{item.name} has an effect only {words(name, wanted, everything)}{here}")
+                for name, condition, value in islice(unmet(item, everything), 1):
+                    actual = "" if condition in (None, SET) else f", not {words(name, value, everything)}"
+                    idle.append(f"{item.name} has an effect only {words(name, condition, everything)}{actual}")
     if idle:
         raise ValueError(f"{'; '.join(idle)}; leave {'it' if len(idle) == 1 else 'them'} out")
 
 
 def unmet(item: "Field[Any]", settings: Sequence[Any]) -> Iterator[tuple[str, Any, Any]]:
-    """Yield the conditions of a field that do not hold: name, wanted value, value."""
-    for name, wanted in facts(item)["only"].items():
+    """Yield the conditions of a field that do not hold: name, allowed values, actual value."""
+    for name, condition in facts(item)["only"].items():
         for value in islice((getattr(each, name) for each in settings if hasattr(each, name)), 1):
-            if not (value is not None if wanted == SET else value in _values(wanted)):
-                yield name, wanted, value
+            if not (value is not None if condition == SET else value in _values(condition)):
+                yield name, condition, value
 
 
-def words(name: str, wanted: Any, settings: Sequence[Any]) -> str:
-    """Return a condition in words; `settings` are classes or instances, which tell fields from properties."""
-    if wanted is None:
+def words(name: str, condition: Any, settings: Sequence[Any]) -> str:
+    """Return a condition in words; `settings` are classes or instances, by which fields differ from properties."""
+    if condition is None:
         return f"without {name}"
-    if wanted == SET:
+    if condition == SET:
         return f"with {name}"
-    values = " or ".join(map(str, _values(wanted)))
+    values = " or ".join(map(str, _values(condition)))
     names = {item.name for each in settings if is_dataclass(each) for item in fields(each)}
     return f"with {name}={values}" if name in names else f"with {values}"
 
 
-def _values(wanted: Any) -> tuple[Any, ...]:
-    return wanted if isinstance(wanted, tuple) else (wanted,)
+def _values(condition: Any) -> tuple[Any, ...]:
+    return condition if isinstance(condition, tuple) else (condition,)
 
 
 def refuse_fixed(changes: Mapping[str, Any], settings: Settings) -> None:
@@ -304,7 +307,7 @@ def refuse_fixed(changes: Mapping[str, Any], settings: Settings) -> None:
 
 
 def to_plain(settings: Any) -> dict[str, Any]:
-    """Return settings, or a mapping, as the plain values that JSON gives back: lists for tuples, texts for paths."""
+    """Return settings, or a mapping, as plain values of JSON: lists for tuples, texts for paths."""
     values = dict(settings) if isinstance(settings, Mapping) else asdict(settings)
     plain: dict[str, Any] = json.loads(json.dumps(values, default=str))
     return plain

@@ -1,4 +1,4 @@
-"""What the applications' models share: embeddings, positions, initial values, sizes."""
+"""Components of the applications' models: embeddings, positions, initial values, sizes."""
 
 from fastformer.apps.models.embeddings import Embedding, sinusoidal_positions
 

@@ -1,4 +1,4 @@
-"""What the models share: ids in packed form, losses, attention maps.
+"""Functions and the base class shared by the models: ids in packed form, losses, attention maps.
 
 Letters: B batch, H heads, L layers, T packed positions, S positions attended to, D model width, V vocabulary.
 """
@@ -21,16 +21,17 @@ from fastformer.packing import Layout, pack, unpack
 
 
 def tie(model: Any, _keys: object = None) -> None:
-    """Have modules share the weights that `model.tied()` pairs; a hook, too: `load_state_dict(assign=True)` parts them.
+    """Tie the weights of the modules that `model.tied()` pairs.
 
-    A weight that is no parameter of its module, as those of adapters, parametrised and pruned modules, is left alone.
+    It is also a hook of `load_state_dict`, whose `assign=True` unties weights. A weight that is no parameter of its
+    module, as in adapters, parametrised and pruned modules, is not changed.
 
     Args:
-        model: whose `tied()` returns pairs of modules, of which the first takes the second's weight.
-        _keys: what load_state_dict hands to its hooks.
+        model: its `tied()` returns pairs of modules; the first gets the second's weight.
+        _keys: incompatible keys, which load_state_dict passes to hooks.
     """
-    for module, owner in model.tied():
-        weight, shared = (part._parameters.get("weight") for part in (module, owner))
+    for module, source in model.tied():
+        weight, shared = (each._parameters.get("weight") for each in (module, source))
         if weight is not None and shared is not None and weight is not shared:
             module.weight = shared
 
@@ -41,18 +42,18 @@ def check_tokenizer(side: str, tokenizer: Tokenizer, size: int, config: Any = No
     if tokenizer.size != size:
         raise ValueError(f"{name} has {tokenizer.size} entries, the model {size}")
     for each in ("pad_id", "bos_id", "eos_id") if config is not None else ():
-        ours, theirs = getattr(tokenizer, each), getattr(config, each)
-        if ours != theirs:
-            raise ValueError(f"{name} has {each} {ours}, the model {theirs}")
+        tokenizer_id, model_id = getattr(tokenizer, each), getattr(config, each)
+        if tokenizer_id != model_id:
+            raise ValueError(f"{name} has {each} {tokenizer_id}, the model {model_id}")
 
 
 def packed_ids(name: str, ids: Tensor, lengths: Tensor | Layout) -> tuple[Tensor, Layout]:
-    """Ids packed `[T]`, of ids that are packed `[T]` or padded `[B, length]`, and their layout.
+    """Return the packed form `[T]` and the layout of ids that are packed `[T]` or padded `[B, length]`.
 
     Args:
         name: of the ids, for messages.
         ids: int64.
-        lengths: int64 `[B]`, on the CPU; or a layout that was made before, which torch.compile needs.
+        lengths: int64 `[B]`, on the CPU; or an existing layout, which torch.compile needs.
 
     Raises:
         ValueError: ids are of another shape.
@@ -69,15 +70,15 @@ def packed_ids(name: str, ids: Tensor, lengths: Tensor | Layout) -> tuple[Tensor
 
 
 def exported(lengths: Tensor | Layout) -> TypeGuard[Tensor]:
-    """Whether torch.export writes a model down that was given lengths: a program has no numbers to make a layout of.
+    """Return whether torch.export traces a model with a tensor of lengths, from which no layout can be made.
 
-    The models then run padded, and return what they return otherwise.
+    The models then run padded, with equal results.
     """
     return exporting() and not isinstance(lengths, Layout)
 
 
 def real_of(name: str, ids: Tensor, lengths: Tensor) -> Tensor:
-    """Bool, True at the real tokens of ids that are padded at the end, `[B, length]`.
+    """Return the mask of the real tokens of padded ids, bool `[B, length]`.
 
     Raises:
         ValueError: ids are of another shape.
@@ -88,18 +89,18 @@ def real_of(name: str, ids: Tensor, lengths: Tensor) -> Tensor:
 
 
 def layouts_of(batch: Any, *lengths: str) -> Sequence[Tensor | Layout]:
-    """The layouts that a batch brought along when it moved to its device, or else its lengths, by name."""
-    found: Sequence[Tensor | Layout] = getattr(batch, "layouts", ()) or [getattr(batch, name) for name in lengths]
-    return found
+    """Return the layouts that a batch got when it moved to a device, or else its lengths, by the names of fields."""
+    layouts: Sequence[Tensor | Layout] = getattr(batch, "layouts", ()) or [getattr(batch, name) for name in lengths]
+    return layouts
 
 
 def summed_cross_entropy(
     output: nn.Linear, hidden: Tensor, target: Tensor, lengths: Tensor | Layout, label_smoothing: float
 ) -> Tensor:
-    """Sum over the real positions of the cross entropy of softmax(output(hidden)) against target, fp32, in nats.
+    """Sum the cross entropy of softmax(output(hidden)) against target over the real positions, fp32, in nats.
 
     Args:
-        output: the projection to V classes; called, which keeps its logits, where it was replaced or has hooks.
+        output: the projection to V classes. If it was replaced or has hooks, it is called, and all logits are stored.
         hidden: `[T, D]`.
         target: int64, packed `[T]` or padded `[B, length]`.
         lengths: int64 `[B]`, on the CPU, or the layout.
@@ -117,7 +118,7 @@ def summed_cross_entropy(
 
 
 def sequences_of(name: str, ids: Tensor, lengths: Tensor | Layout | None) -> tuple[Tensor, Layout]:
-    """As `packed_ids`; without lengths, the ids are one sequence `[T]`.
+    """Return packed ids and their layout as `packed_ids`; without lengths, the ids are one sequence `[T]`.
 
     Raises:
         ValueError: ids are of another shape.
@@ -130,13 +131,13 @@ def sequences_of(name: str, ids: Tensor, lengths: Tensor | Layout | None) -> tup
 def self_attention_maps(
     encoder: TransformerEncoder, x: Tensor, layout: Layout, causal: bool = False
 ) -> tuple[Tensor, list[Tensor]]:
-    """Run an encoder on packed `[T, D]`: what comes out, padded, and of each sequence every weight `[L, H, T, T]`."""
+    """Run an encoder on packed `[T, D]`; return its padded output and each sequence's weights `[L, H, T, T]`."""
     out, weights = encoder(unpack(x, layout), src_key_padding_mask=~layout.mask(), is_causal=causal, need_weights=True)
     return out, maps_of_each(weights, layout, layout)
 
 
 def maps_of_each(weights: Tensor, queries: Layout, keys: Layout) -> list[Tensor]:
-    """Weights of a padded batch `[L, B, H, T, S]` -> of each sequence `[L, H, T, S]`, without its padding."""
+    """Return each sequence's weights `[L, H, T, S]`, without padding, of a padded batch `[L, B, H, T, S]`."""
     lengths = zip(queries.lengths.tolist(), keys.lengths.tolist(), strict=True)
     return [weights[:, b, :, :t, :s].contiguous() for b, (t, s) in enumerate(lengths)]
 
@@ -145,8 +146,8 @@ class SingleStack(nn.Module):
     """Base of models that have one embedding and one stack.
 
     Attributes:
-        embedding: of the ids.
-        stack_name: the attribute that holds the stack.
+        embedding: embedding of the ids.
+        stack_name: name of the attribute that holds the stack.
         causal: whether the stack is a decoder.
     """
 
@@ -167,12 +168,12 @@ class SingleStack(nn.Module):
         Dropout removes some weights in training mode.
 
         Args:
-            ids: int64 `[T]`, one text; or several, as `forward` takes them.
-            lengths: of several, as `forward` takes them.
+            ids: int64 `[T]`, one text; or several texts as in `forward`.
+            lengths: of several texts, as in `forward`.
 
         Returns:
-            `[layers, H, T, T]`: row t is the distribution of position t over all that it sees. With lengths, a list of
-            one such tensor for each text, of its own T.
+            `[layers, H, T, T]`: row t is the distribution of position t over the positions it attends to. With lengths,
+            a list of one such tensor for each text, each with the text's T.
 
         Raises:
             ValueError: T is beyond what learned positions hold, or ids are of another shape.

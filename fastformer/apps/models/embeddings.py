@@ -1,4 +1,4 @@
-"""Token embeddings with positions: what stands before the first layer.
+"""Token embeddings with positions, the input of the first layer.
 
 Letters: T packed tokens, D model width, V vocabulary.
 """
@@ -37,18 +37,18 @@ def sinusoidal_positions(
     return table[:, :width].float()
 
 
-def _looks_up(part: nn.Module | None) -> bool:
-    """Return whether a part does no more than take rows of its weight, forward and backward; True for None."""
-    if part is None:
+def _is_plain_lookup(module: nn.Module | None) -> bool:
+    """Return whether a module only takes rows of its weight, forward and backward; True for None."""
+    if module is None:
         return True
     options = ("padding_idx", "max_norm", "scale_grad_by_freq", "sparse")
-    return plain(part, nn.Embedding) and all(getattr(part, name) in (None, False) for name in options)
+    return plain(module, nn.Embedding) and all(getattr(module, name) in (None, False) for name in options)
 
 
 class Embedding(nn.Module):
-    """dropout(norm(scale * token embedding + position encoding + type embedding)), the norm and types where asked for.
+    """dropout(norm(scale * token embedding + position encoding + type embedding)); norm and types are optional.
 
-    Parts that were replaced, or have hooks or options of nn.Embedding (a padding_idx, a max_norm), are called.
+    Submodules that were replaced, or have hooks or options of nn.Embedding (padding_idx, max_norm), are called.
 
     Args:
         vocabulary: V.
@@ -57,10 +57,10 @@ class Embedding(nn.Module):
             `sinusoidal_positions`), "learned" (up to max_length) or "none".
         max_length: most positions of learned encodings, first size of the sinusoidal table, which begins with at most
             4,096 and grows.
-        scale: multiply the token embedding by sqrt(D), as Vaswani et al. (section 3.4); without it positions drown
-            the words.
-        dropout: of the sum.
-        types: kinds of tokens, such as those of a first and a second sentence (Devlin et al. 2019), each with a trained
+        scale: multiply the token embedding by sqrt(D), as Vaswani et al. (section 3.4); unscaled, it is small
+            against the positions.
+        dropout: rate for the sum.
+        types: number of token types, such as first and second sentence (Devlin et al. 2019), each with a trained
             vector; 0: none.
         norm: the norm of the sum, or None.
     """
@@ -104,15 +104,15 @@ class Embedding(nn.Module):
     def forward(self, ids: Tensor, positions: Tensor, length: int, types: Tensor | None = None) -> Tensor:
         """Embed ids `[...]` at int64 positions `[...]`, all below `length`: `[..., D]`.
 
-        types: int64 `[...]`, the kind of each token; None: 0 for all.
+        types: int64 `[...]`, the type of each token; None: 0 for all.
 
         Raises:
-            ValueError: length is beyond what learned positions hold, or there are no types.
+            ValueError: length exceeds the learned positions, or types are given to an embedding without them.
         """
         if types is not None and "types" not in self._modules:
-            raise ValueError("types must be None where the embedding has none")
-        plain_parts = _looks_up(self.tokens) and _looks_up(self.positions) and plain(self.dropout, nn.Dropout)
-        if plain_parts and not {"types", "norm"} & self._modules.keys():
+            raise ValueError("types must be None for an embedding without types")
+        lookups = _is_plain_lookup(self.tokens) and _is_plain_lookup(self.positions)
+        if lookups and plain(self.dropout, nn.Dropout) and not {"types", "norm"} & self._modules.keys():
             p = self.dropout.p if self.dropout.training else 0.0
             added = (self.encodings(length), positions) if self.adds_positions else ()
             return functional.embedding(ids, self.tokens.weight, *added, scale=self.scale, dropout_p=p)
@@ -135,20 +135,20 @@ class Embedding(nn.Module):
         """Return the encodings of the first `length` positions or more: `[length or more, D]`.
 
         Raises:
-            ValueError: there are none, or length is beyond what learned positions hold.
+            ValueError: the embedding adds no positions, or length exceeds the learned positions.
         """
         if not self.adds_positions:
-            raise ValueError("positions are not added to these embeddings: attention is told of them, if anything is")
+            raise ValueError("these embeddings have no encodings: no positions are added to them")
         if self.positions is not None:
             self._check_length(length)
             return self.positions.weight
         if compiling():
-            # A table that grows, or was grown by others meanwhile, would be another graph each time.
+            # A table that grows, here or in other calls, would need another graph each time.
             like = next(self.parameters())
             return sinusoidal_positions(length, self.width, like.device, self.halves).to(like.dtype)
-        # A model that was made on "meta" and then got its weights has no table yet.
+        # A model that was constructed on "meta" and then loaded has no table yet.
         if length > self.table.shape[0] or self.table.is_meta:
-            # Decoding may be what outgrows it: an inference tensor would be of no use to training afterwards.
+            # The table may grow in inference mode, but training cannot use an inference tensor.
             with torch.inference_mode(False):
                 rows = max(2 * length, self.table.shape[0])
                 table = sinusoidal_positions(rows, self.width, halves=self.halves)
@@ -156,7 +156,7 @@ class Embedding(nn.Module):
         return self.table
 
     def _check_length(self, length: int) -> None:
-        """Raise where learned positions end before; a part of somebody's own without a weight may hold any number."""
+        """Raise ValueError if learned positions are fewer; a user's module without a weight may have any number."""
         rows = getattr(self.positions, "weight", None)
         if rows is not None and length > len(rows):
             raise ValueError(f"a sequence of {length} is longer than max_length, {len(rows)}")

@@ -1,8 +1,8 @@
-"""Initial values of the models: how their weight matrices and their embeddings are drawn.
+"""Initial values of the models' weight matrices and embeddings.
 
-As nothing is set, embeddings come from N(0, 1/D), so that tied logits start near 1, and every other matrix as
-`initialisation` says. `embedding_initialisation` names another way for the embeddings, learned positions included, and
-for an output projection over the vocabulary that is not tied to them: the classical recipes draw both alike.
+By default, embeddings are drawn from N(0, 1/D), so that tied logits start near 1, and every other matrix as set by
+`initialisation`. `embedding_initialisation` changes the distribution of embeddings, learned positions included, and of
+an output projection over the vocabulary that is not tied to them: the classical recipes draw both alike.
 """
 
 from collections.abc import Callable
@@ -11,7 +11,7 @@ from typing import Any, Literal
 from torch import Tensor, nn
 
 Initialisation = Literal["xavier_uniform", "xavier_normal", "normal", "uniform"]
-RANGES = {"normal": 0.02, "uniform": 0.1}  # of the ways that have one, when none is set
+RANGES = {"normal": 0.02, "uniform": 0.1}  # defaults of the distributions with a range
 
 
 def initialise(model: nn.Module, settings: Any, output_is_over_vocabulary: bool = True) -> None:
@@ -20,7 +20,7 @@ def initialise(model: nn.Module, settings: Any, output_is_over_vocabulary: bool 
     Args:
         model: with its embeddings in `Embedding` modules and its output projection in `output`, not tied yet.
         settings: `ModelSettings`.
-        output_is_over_vocabulary: False: what it projects to are classes, and it is drawn as the other matrices.
+        output_is_over_vocabulary: False: the output projects to classes, and is drawn as the other matrices.
     """
     width = settings.d_model**-0.5
     matrices = _drawing(settings.initialisation, settings.initialisation_range, RANGES["normal"])
@@ -38,12 +38,12 @@ def initialise(model: nn.Module, settings: Any, output_is_over_vocabulary: bool 
 
 
 def _drawing(how: str, width: float | None, deviation: float) -> Callable[[Tensor], Tensor]:
-    """Return what fills a matrix; `deviation`: of "normal" without a range."""
+    """Return the function that fills a matrix; `deviation` is that of "normal" without a range."""
     bound = RANGES["uniform"] if width is None else width
-    ways: dict[str, Callable[[Tensor], Tensor]] = {
+    functions: dict[str, Callable[[Tensor], Tensor]] = {
         "xavier_uniform": nn.init.xavier_uniform_,
         "xavier_normal": nn.init.xavier_normal_,
         "normal": lambda w: nn.init.normal_(w, std=deviation if width is None else width),
         "uniform": lambda w: nn.init.uniform_(w, -bound, bound),
     }
-    return ways[how]
+    return functions[how]

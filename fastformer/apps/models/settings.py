@@ -1,4 +1,4 @@
-"""The settings that all models have, and the layers that they ask for.
+"""The settings that all models have, and the layers constructed from them.
 
 Letters: D model width, F feed-forward width.
 """
@@ -21,12 +21,12 @@ from fastformer.nn.position_bias import ALiBi, RelativeBias
 from fastformer.nn.rotary import Llama3Scaling, Rotary
 
 _Layer = TypeVar("_Layer", TransformerEncoderLayer, TransformerDecoderLayer)
-_IN_ATTENTION = ("rotary", "alibi", "relative")  # positions that attention is told of, and embeddings are not
+_IN_ATTENTION = ("rotary", "alibi", "relative")  # positions that attention applies, not the embeddings
 _ROTARY, _RELATIVE = {"positions": "rotary"}, {"positions": "relative"}
 
 
 class ModelSettings(Settings, kw_only=True):
-    """The settings that all models have; a base of the models' own, which are stored with every checkpoint."""
+    """Base class of the models' settings, which are stored with every checkpoint."""
 
     d_model: int = setting(512, "width of the model", at_least=1, at_most=LARGEST)
     heads: int = setting(8, "attention heads; must divide d_model", at_least=1, at_most=LARGEST)
@@ -117,7 +117,7 @@ class ModelSettings(Settings, kw_only=True):
 
     @property
     def longest(self) -> int | None:
-        """The most tokens of a sequence: learned positions end somewhere, others do not."""
+        """The most tokens of a sequence, with learned positions; None: no limit."""
         return self.max_positions if self.positions == "learned" else None
 
     @property
@@ -127,43 +127,43 @@ class ModelSettings(Settings, kw_only=True):
 
     @property
     def layer(self) -> tuple[Any, ...]:
-        """The arguments of a layer's constructor that are torch's."""
+        """The positional arguments of a layer's constructor, as in torch.nn."""
         shape = self.d_model, self.heads, self.feed_forward, self.dropout, self.activation
         return *shape, self.norm_eps, True, self.norm_first, self.bias
 
     def options(self, causal: bool) -> LayerOptions:
-        """Return the keywords of a layer's constructor, none where nothing is other than torch's, as here by default.
+        """Return the keyword arguments of a layer's constructor that differ from torch.nn's defaults; {} by default.
 
-        causal: whether self-attention sees what came before alone.
+        causal: whether self-attention is causal.
         """
         names = "norm", "kv_heads", "head_size", "qkv_bias", "qk_norm", "softcap", "sinks"
         defaults = {f.name: f.default for f in fields(ModelSettings)}
-        found: Any = {name: getattr(self, name) for name in names if getattr(self, name) != defaults[name]}
+        options: Any = {name: getattr(self, name) for name in names if getattr(self, name) != defaults[name]}
         if self.window is not None:
-            found["window"] = (self.window, self.window)
+            options["window"] = (self.window, self.window)
         if self.positions == "rotary":
-            found["rotary"] = self.rotary
+            options["rotary"] = self.rotary
         elif self.positions == "alibi":
-            found["position_bias"] = ALiBi(self.heads)
+            options["position_bias"] = ALiBi(self.heads)
         elif self.positions == "relative":
-            found["position_bias"] = RelativeBias(
+            options["position_bias"] = RelativeBias(
                 self.heads, self.relative_buckets, self.relative_distance, bidirectional=not causal
             )
-        return found  # type: ignore[no-any-return]
+        return options  # type: ignore[no-any-return]
 
     def made(self, layer: type[_Layer], causal: bool) -> _Layer:
-        """Make a layer of a class; torch's constructor knows one dropout rate for all that is in it."""
-        made: Any = layer(*self.layer, **self.options(causal))
+        """Return a new layer of a class, with each dropout rate set; torch's constructor takes only one rate."""
+        module: Any = layer(*self.layer, **self.options(causal))
         if self.attention_dropout is not None:
-            for attention in made.attentions:
+            for attention in module.attentions:
                 attention.dropout = self.attention_dropout
         if self.activation_dropout is not None:
-            made.dropout.p = self.activation_dropout
-        return made  # type: ignore[no-any-return]
+            module.dropout.p = self.activation_dropout
+        return module  # type: ignore[no-any-return]
 
     @property
     def rotary(self) -> Rotary:
-        """How queries and keys turn where positions are "rotary"."""
+        """The rotation of queries and keys if positions are "rotary"."""
         factor, original = self.rotary_scaling, self.rotary_original
         llama = factor is not None and original is not None
         scaling = Llama3Scaling(factor, original=original) if llama else factor  # type: ignore[arg-type]
@@ -171,15 +171,15 @@ class ModelSettings(Settings, kw_only=True):
 
     @property
     def head_width(self) -> int:
-        """Numbers of a head."""
+        """The width of a head."""
         return self.d_model // self.heads if self.head_size is None else self.head_size
 
     def final(self) -> nn.Module | None:
-        """Make the norm after the last layer of a stack, if there is to be one."""
+        """Return a new norm for after the last layer of a stack; None without `final_norm`."""
         return make_norm(self.norm, self.d_model, self.norm_eps, self.bias, {}) if self.final_norm else None
 
     def numbers_in_layers(self, layers: int, cross_attention: bool = False) -> int:
-        """Return the numbers in the weight matrices of a stack."""
+        """Return the number of elements in the weight matrices of a stack."""
         D, F, kv_heads = self.d_model, self.feed_forward, self.kv_heads or self.heads
         attention = 2 * D * self.head_width * (self.heads + kv_heads)
         bias = self.heads * self.relative_buckets if self.positions == "relative" else 0

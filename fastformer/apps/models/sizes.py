@@ -1,7 +1,7 @@
-"""How large a model is, counted from its settings before a tensor of it is made.
+"""Compute the size of a model from its settings, before a tensor is allocated.
 
-Settings may be a typing error or a stranger's. torch answers sizes near 2^63 with an overflow, and those a little below
-by filling the memory.
+Settings may hold a typing error or be untrusted. For sizes near 2^63 torch overflows, and for those a little below it
+fills the memory.
 """
 
 import os
@@ -12,8 +12,8 @@ from typing import Any
 import torch
 from torch import nn
 
-LARGEST = 2**31 - 1  # of one size: what kernels count to
-MOST_LAYERS = 10_000  # of one stack; each takes a millisecond and tens of kilobytes to make, however narrow it is
+LARGEST = 2**31 - 1  # of one size: kernels use int32
+MOST_LAYERS = 10_000  # of one stack; a layer of any width takes a millisecond and tens of kilobytes to construct
 
 
 def describe_model(network: Callable[[Any], nn.Module], config: Any, layers: int | str, more: str) -> str:
@@ -27,25 +27,25 @@ def describe_model(network: Callable[[Any], nn.Module], config: Any, layers: int
 
 
 def check_memory(settings: Any) -> None:
-    """Refuse a model that this machine cannot hold in fp32.
+    """Raise ValueError for a model that this machine cannot hold in fp32.
 
     Args:
         settings: of a model, with `matrix_numbers`.
 
     Raises:
-        ValueError: naming what it takes and what there is.
+        ValueError: naming the needed and the available memory.
     """
-    needed, there = 4 * settings.matrix_numbers, _memory()
-    if there is not None and needed > there:
+    needed, available = 4 * settings.matrix_numbers, _memory()
+    if available is not None and needed > available:
         raise ValueError(
             f"a model of these sizes has at least {settings.matrix_numbers:,} parameters, {needed / 2**30:,.1f} GiB in "
-            f"fp32, but this machine has {there / 2**30:,.1f} GiB: lower d_model, feed_forward, the layers or the "
+            f"fp32, but this machine has {available / 2**30:,.1f} GiB: lower d_model, feed_forward, the layers or the "
             "vocabulary"
         )
 
 
 def _memory() -> int | None:
-    """Return the bytes that this process may use, without swap; None where the system does not say."""
+    """Return the bytes that this process may use, without swap; None if the system does not report them."""
     if sys.platform == "win32":
         return None
     import resource

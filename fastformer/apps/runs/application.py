@@ -1,4 +1,4 @@
-"""`Application`: all that the rest knows of one kind of run, and what follows from it for the folders of such runs."""
+"""`Application`: describe one kind of run; read, write and check the run folders of that kind."""
 
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
@@ -19,15 +19,15 @@ from fastformer.apps.system.run_lock import locked
 from fastformer.apps.text import SpecialIds, Tokenizer, load_tokenizer
 from fastformer.apps.train import Checkpoint, Processes, TrainConfig, find_checkpoint
 
-PRETRAINED = "pretrained"  # the tokenizer of a run that began with a model from elsewhere
-RATES = ("dropout", "attention_dropout", "activation_dropout")  # what fine-tuning may change of such a model
-REMOVED = ("sharded_checkpoints",)  # settings that run folders of earlier versions hold
+PRETRAINED = "pretrained"  # value of `tokenizer` for runs that began with a model from transformers
+RATES = ("dropout", "attention_dropout", "activation_dropout")  # settings of such a model that fine-tuning may change
+REMOVED = ("sharded_checkpoints",)  # settings in run folders of earlier versions
 _IDS = ("pad_id", "bos_id", "eos_id")
 
 
 @dataclass(frozen=True)
 class Machine:
-    """The device that a run uses, and the number of processes, in words, for the conditions of settings."""
+    """The device and the number of processes of a run; its properties are named in conditions of settings."""
 
     device: str
     world: int = 1
@@ -39,29 +39,29 @@ class Machine:
 
     @property
     def processes(self) -> str:
-        """How many processes there are, in words."""
+        """The number of processes, in words."""
         return "one process" if self.world == 1 else "several processes"
 
 
 @dataclass(frozen=True)
 class Application:
-    """One kind of run. A setting that is unset by default must stay so: config.toml leaves unset values out.
+    """One kind of run. A setting whose default is None must keep that default: config.toml leaves unset values out.
 
     Attributes:
-        kind, title: what config.toml and messages call such a run.
-        use, command: the commands that use and train one.
-        data, model, train: the classes of its settings; `train` is `TrainConfig`, or a subclass with other defaults.
-        network: the class of the model that is made from `model`.
-        describe: says a model's shape in words.
-        length: name of the setting of `data` that says how long sequences are.
+        kind, title: names of the kind in config.toml and in messages.
+        use, command: the commands that use and train such a run.
+        data, model, train: classes of the settings; `train` is `TrainConfig`, or a subclass with other defaults.
+        network: class of the model, constructed from `model`.
+        describe: returns a model's shape in words.
+        length: name of the setting of `data` that limits the length of sequences.
         vocabularies: names of the settings of `model` that are the sizes of the tokenizers.
-        tokenizers: their folders within that of the run.
-        metrics: the values that validation may compute, and what each needs.
+        tokenizers: folders of the tokenizers within the run folder.
+        metrics: names of the values that validation may compute, each with its requirement in words.
         reading: names of settings of `data` that a model cannot be used without.
         automatic: names of the settings that the command chooses if they are not given: see `automatic_settings`.
-        architectures: the models of transformers that become such ones, by class: see `fastformer.apps.pretrained`.
-        pretrained: reads a folder that a run may begin with: a model and its tokenizers.
-        counted: the settings of `model` that follow from those of `data` otherwise.
+        architectures: classes of transformers that are converted to such models: see `fastformer.apps.pretrained`.
+        pretrained: reads the model and the tokenizers from a folder that a run may begin with.
+        counted: settings of `model` that are computed from the settings of `data`.
     """
 
     kind: str
@@ -85,11 +85,11 @@ class Application:
 
     @property
     def derived(self) -> dict[str, str]:
-        """The settings of `model` that are never a user's, each with what it follows from."""
+        """The settings of `model` that users cannot give, each with the source it is computed from."""
         return _derived(self.model)
 
     def model_config(self, model: Mapping[str, Any], tokenizers: Sequence[Any], data: Any) -> Any:
-        """Return the configuration of a model: its settings, and what follows from the tokenizers and the data.
+        """Return the configuration of a model from its settings, the tokenizers and the data.
 
         Raises ValueError if a setting is out of range, or sequences are longer than learned positions hold.
         """
@@ -106,29 +106,29 @@ class Application:
         return config
 
     def planned(self, model: Mapping[str, Any], data: Any) -> Any:
-        """Return the configuration of a model as it may become, before there are tokenizers; see `model_config`."""
+        """Return the expected configuration of a model before its tokenizers exist; see `model_config`."""
         ids = data.special_ids if hasattr(data, "special_ids") else SpecialIds()
         tokenizer = SimpleNamespace(size=data.vocabulary or max(ids.names()) + 1, **vars(ids))
         return self.model_config(model, [tokenizer] * len(self.vocabularies), data)
 
     def check_begins(self) -> None:
-        """Raise ValueError if runs of this kind begin with no model from elsewhere."""
+        """Raise ValueError if runs of this kind cannot begin with a model from transformers."""
         if self.pretrained is None:
             raise ValueError(f"{self.title} runs begin with no model from elsewhere")
 
     def begin_with(
         self, folder: Path, given: Mapping[str, Any]
     ) -> tuple[nn.Module, tuple[Tokenizer, ...], dict[str, Any]]:
-        """Return a model from elsewhere, its tokenizers, and its settings with those that were given.
+        """Return a model from transformers, its tokenizers, and its settings, changed by the given ones.
 
         Raises:
-            ValueError: there are no such models of this kind, or a given setting is the model's.
+            ValueError: runs of this kind cannot begin with such a model, or a given setting cannot be changed.
             FileNotFoundError, ImportError: see `pretrained`.
         """
         self.check_begins()
         assert self.pretrained is not None
-        if own := [name for name in given if name not in RATES]:
-            raise ValueError(f"{', '.join(own)}: that of {folder}; only {', '.join(RATES)} may be given with it")
+        if fixed := [name for name in given if name not in RATES]:
+            raise ValueError(f"{', '.join(fixed)}: set by the model of {folder}; only {', '.join(RATES)} may be given")
         model, tokenizers = self.pretrained(folder)
         settings = {name: value for name, value in vars(model.config).items() if name not in self.derived}
         return model, tokenizers, {**settings, **given}
@@ -136,14 +136,14 @@ class Application:
     def refuse_idle(
         self, given: Given, data: Any, model: Mapping[str, Any], train: TrainConfig, device: torch.device | str
     ) -> None:
-        """Raise ValueError naming the settings in `given` that have no effect beside the others."""
+        """Raise ValueError naming the settings in `given` that have no effect with the other settings."""
         sections = {"data": data, "model": self.planned(model, data), "train": train}
         refuse_idle(given, sections, Machine(str(device), Processes.current().world))
 
     def save_settings(
         self, folder: Path, data: Any, model: Any, train: TrainConfig, chosen: tuple[str, ...] | None = None
     ) -> None:
-        """Write config.toml, which makes a folder a run; `chosen` names the settings that no user gave."""
+        """Write config.toml, which marks a run folder; `chosen` names the settings that no user gave."""
         kind = RunConfig(self.kind, VERSION, chosen)
         save_toml(folder / CONFIG, {"run": kind, "data": data, "model": model, "train": train})
 
@@ -155,11 +155,11 @@ class Application:
     def complete(
         self, folder: Path, config: Any, tokenizers: Sequence[Tokenizer], data: Mapping[str, Any], train: TrainConfig
     ) -> None:
-        """Make the folder of a `Trainer` a run folder; see `complete_run` of the applications.
+        """Write what a `Trainer`'s folder lacks to be a run folder; see `complete_run` of the applications.
 
         Raises:
-            TypeError: the model's configuration is not the application's.
-            ValueError: it does not fit the tokenizers or the data.
+            TypeError: the model's configuration is of another class than the application's.
+            ValueError: the configuration does not fit the tokenizers or the data.
         """
         if not isinstance(config, self.model):
             raise TypeError(f"the trainer's model must have a {self.model.__name__}, not a {type(config).__name__}")
@@ -179,7 +179,7 @@ class Application:
 
         Raises:
             FileNotFoundError: the folder holds no run.
-            ValueError: it holds a run of another kind, or an unknown setting.
+            ValueError: the folder holds a run of another kind, or an unknown setting.
         """
         path = Path(folder) / CONFIG
         if (kind := read_kind(folder)) != self.kind:
@@ -194,11 +194,11 @@ class Application:
         return sections
 
     def read_settings(self, path: Path | None) -> dict[str, dict[str, Any]]:
-        """Return what a user's file states, by section; nothing without a file.
+        """Return the settings in a user's file, by section; empty sections without a file.
 
         Raises:
             FileNotFoundError: there is no such file.
-            ValueError: it is for another kind of run, holds an unknown setting, or one that is not the user's.
+            ValueError: the file is for another kind of run, or holds a setting that is unknown or cannot be given.
         """
         if path is None:
             return {name: {} for name in ("data", "model", "train")}
@@ -224,17 +224,18 @@ class Application:
 
         Raises:
             FileNotFoundError: there is no such run, or a file is missing.
-            ValueError: a file is damaged, or not what the run's model has its sizes and ids from.
+            ValueError: a file is damaged, or its sizes and ids are not those of the run's model.
         """
         paths = [Path(folder) / name for name in self.tokenizers]
-        found = tuple(load_tokenizer(path) for path in paths)
+        tokenizers = tuple(load_tokenizer(path) for path in paths)
         config = self.model(**self.read_config(folder)["model"])
-        facts = [(name, each.size, path) for name, each, path in zip(self.vocabularies, found, paths, strict=True)]
-        facts += [(name, getattr(found[-1], name), paths[-1]) for name in _IDS if name in self.derived]
-        for name, value, path in facts:
+        vocabularies = zip(self.vocabularies, tokenizers, paths, strict=True)
+        values = [(name, tokenizer.size, path) for name, tokenizer, path in vocabularies]
+        values += [(name, getattr(tokenizers[-1], name), paths[-1]) for name in _IDS if name in self.derived]
+        for name, value, path in values:
             if getattr(config, name) != value:
                 raise ValueError(f"{path}: it is of another run: its {name} is {value}, not {getattr(config, name)}")
-        return found
+        return tokenizers
 
     def load_weights(self, folder: Path | str, checkpoint: str) -> Any:
         """Return the model of a run with its weights, on the CPU.
@@ -250,16 +251,16 @@ class Application:
                 architecture.
         """
         config = self.model(**self.read_config(folder)["model"])
-        found = Checkpoint.open(find_checkpoint(folder, checkpoint))
-        found.check_architecture(config)
-        found.check_size(config.matrix_numbers)
+        saved = Checkpoint.open(find_checkpoint(folder, checkpoint))
+        saved.check_architecture(config)
+        saved.check_size(config.matrix_numbers)
         check_memory(config)
         network = self.network(config)
-        found.load_into(network, config)
+        saved.load_into(network, config)
         return network
 
     def load_for_inference(self, folder: Path | str, checkpoint: str, device: torch.device | str) -> Any:
-        """Return the model of `load_weights` in evaluation mode on a device; errors as there."""
+        """Return the model of `load_weights` in evaluation mode on a device; raises the same errors."""
         return self.load_weights(folder, checkpoint).to(device).eval()
 
 

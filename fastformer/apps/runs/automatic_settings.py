@@ -1,9 +1,9 @@
 """Choose the settings that a user leaves out, from the corpus, the budget and the speed of this machine.
 
-All follows from two numbers: the tokens of the corpus, E (one epoch), and the tokens that the budget pays for, T. A
-budget of epochs pays for `epochs` times E, one of steps for `steps` batches, and one of minutes for nine tenths of them
-(the rest is for validations) at the measured speed of a few steps. The smallest counts. Only a budget of minutes asks
-the clock: steps and epochs give the same choice on every machine.
+All choices follow from two numbers: the tokens of the corpus, E (one epoch), and the tokens that the budget pays for,
+T. A budget of epochs pays for `epochs` times E, and one of steps for `steps` batches. A budget of minutes pays for nine
+tenths of them (one tenth is for validations) at the measured speed of a few steps. The smallest T counts. Only a budget
+of minutes depends on the machine: steps and epochs give the same choice everywhere.
 
 vocabulary   64 times the root of the number of words that occur ten times, at most as many as words that occur twice
 size         the last row of `SIZES` that T and E are enough for
@@ -13,7 +13,7 @@ validation   five times if the corpus is read more than five times or there are 
              number of epochs or a plateau schedule is given, after each epoch
 dropout      0 where the budget reads the corpus at most twice, 0.1 at most twenty times, 0.3 beyond
 
-docs/translation.md and docs/language-models.md have the runs that these constants are from. The rows above width 128
+docs/translation.md and docs/language-models.md describe the runs that these constants come from. Rows above width 128
 are not measured.
 """
 
@@ -34,27 +34,27 @@ from fastformer.apps.train.processes import Processes
 from fastformer.apps.train.update import Update
 from fastformer.nn.activations import is_gated
 
-# Chosen for every kind of run; the applications add to these.
+# Settings chosen for every kind of run; the applications add others.
 CHOSEN = ("vocabulary", "d_model", "heads", "feed_forward", "dropout", "lr", "warmup_steps", "validate_every")
 
 _FREQUENT = 10  # times that a word occurs to count for the vocabulary
-_TRAINING_SHARE = 0.9  # of a budget of minutes; the rest is for validations
+_TRAINING_SHARE = 0.9  # of a budget of minutes; one tenth is for validations
 _BATCH = 0.8  # tokens of a step / root of all tokens of training
 _STEP_TOKENS = 500, 4000  # least and most
-_TRIAL_SECONDS, _TRIAL_STEPS = 1.0, 3  # of training that decide the speed: at least both, or three times the seconds
-_TRIAL_TOKENS = 1000, 4000  # of a step: on a CPU, on a GPU, where launches would decide otherwise
+_TRIAL_SECONDS, _TRIAL_STEPS = 1.0, 3  # of measuring the speed: at least both, or three times the seconds
+_TRIAL_TOKENS = 1000, 4000  # of a step: on a CPU; on a GPU, where launches would limit smaller steps
 
 
 class Size(NamedTuple):
-    """A size of model, the width of its feed-forward layers / d_model, and the tokens that it needs at least."""
+    """A model's width, the width of its feed-forward layers / d_model, and the tokens that it needs at least."""
 
     d_model: int
     widening: int
-    budget: float  # that the budget pays for
-    corpus: float
+    budget: float  # tokens that the budget pays for
+    corpus: float  # tokens of the corpus
 
 
-# How many layers a model of each row has is up to the kind of run (`Task.layers`).
+# `Task.layers` has the number of layers for each row, which differs by kind of run.
 SIZES = (
     Size(128, 2, 0, 0),
     Size(128, 2, 2e6, 0),
@@ -66,14 +66,14 @@ SIZES = (
 
 @dataclass(frozen=True)
 class Task:
-    """What a run trains.
+    """Description of what a run trains.
 
     layers: names of the settings that count layers, each with its value in every row of `SIZES`.
-    tokens: of the training text, as batches count them.
+    tokens: tokens of the training text, as batches count them.
     batch: name of the setting of the batch size; None if batches of `unit` tokens are fixed.
-    unit: tokens for each one that the setting counts: 1, or those of a sentence.
-    per_target: tokens for each target of the loss: 1, or those of a text that has one label.
-    longest: tokens of the longest text, for which a batch must have room.
+    unit: tokens for each unit of that setting: 1, or the tokens of a sentence.
+    per_target: tokens for each target of the loss: 1, or the tokens of a text that has one label.
+    longest: tokens of the longest text, which must fit into a batch.
     data: names of settings of the data, as `layers`. model, train: settings that suit this kind of run.
     """
 
@@ -90,7 +90,7 @@ class Task:
 
 @dataclass(frozen=True)
 class Choice:
-    """The chosen settings by section, none of which a user gave, and the lines that tell them and the reasons."""
+    """The chosen settings by section, none of which a user gave, and lines that report them with the reasons."""
 
     data: Mapping[str, Any]
     model: Mapping[str, Any]
@@ -99,9 +99,9 @@ class Choice:
 
 
 def vocabulary_size(sides: Iterable[Iterable[str]]) -> int:
-    """Choose the entries of a vocabulary of sentencepiece: for the side that needs most of them.
+    """Choose the number of entries of a sentencepiece vocabulary, for the side that needs most of them.
 
-    Not fewer than two for each character, as a script without spaces has hardly a word that occurs twice.
+    At least two for each character, because in a script without spaces hardly any word occurs twice.
     """
     sizes = []
     for lines in sides:
@@ -125,23 +125,23 @@ def choose(
     """Choose the settings that were not given.
 
     Args:
-        task: what is trained.
+        task: description of the run.
         defaults: class of the model's settings.
-        train: settings of training as given, with their defaults.
+        train: settings of training as given, with defaults.
         given: all settings that a user stated.
-        speed: targets of the loss a second with a choice's shape; asked only where `train` has minutes.
+        speed: returns targets of the loss per second for a choice's shape; called only if `train` has minutes.
         data: settings of the data that are chosen already.
-        on_gpu: whether the run is on a GPU, where nothing of this was measured.
+        on_gpu: whether the run is on a GPU, on which these rules were not measured.
     """
-    rates: dict[str, float] = {}  # rows may have the same shape
+    rates: dict[str, float] = {}  # measured once for rows of the same shape
 
     def candidate(row: int) -> tuple[Choice, float, float | None]:
         """Return the shape of a row, the tokens that the budget pays for, and the speed if it was measured."""
         batch, _ = _step(task, train, given, _TRIAL_TOKENS[on_gpu])
         shape = Choice(
-            {**data, **_left_out({name: sizes[row] for name, sizes in task.data.items()}, given)},
-            _left_out(_shape(task, defaults, given, row), given),
-            _left_out({task.batch: batch} if task.batch else {}, given),
+            {**data, **_not_given({name: sizes[row] for name, sizes in task.data.items()}, given)},
+            _not_given(_shape(task, defaults, given, row), given),
+            _not_given({task.batch: batch} if task.batch else {}, given),
         )
         budgets, rate = [math.inf], None
         if train.epochs is not None:
@@ -175,7 +175,7 @@ def choose(
     if (epochs > 5 or steps > 10_000) and train.epochs is None and "plateau" not in train.schedule:
         training["validate_every"] = max(50, int(_rounded(steps / 5, 1)))
 
-    model, training = _left_out(model, given), _left_out(training, given)
+    model, training = _not_given(model, given), _not_given(training, given)
     remark = " (the rule was not measured on a GPU)" if on_gpu else ""
     pace = "" if rate is None else f" at {rate:,.0f} tokens a second, measured here"
     lines = (
@@ -188,7 +188,7 @@ def choose(
 
 
 def _shape(task: Task, defaults: Any, given: Mapping[str, Any], row: int) -> dict[str, Any]:
-    """Return a model's shape for a row of the table, at the width that is given or else the row's."""
+    """Return a model's shape for a row of `SIZES`, at the given width or else the row's."""
     width = given.get("d_model", SIZES[row].d_model)
     shape: dict[str, Any] = {"d_model": width, **{name: counts[row] for name, counts in task.layers.items()}}
     if not {"kv_heads", "head_size"} & given.keys():
@@ -198,12 +198,12 @@ def _shape(task: Task, defaults: Any, given: Mapping[str, Any], row: int) -> dic
     return {**shape, **task.model}
 
 
-def _left_out(settings: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
+def _not_given(settings: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in settings.items() if name not in given}
 
 
 def _step(task: Task, train: TrainConfig, given: Mapping[str, Any], tokens: float) -> tuple[int, float]:
-    """Return the batch size for steps of about so many tokens, unless it is given, and the tokens of a step."""
+    """Return the batch size, as given or for steps of about `tokens` tokens, and the tokens of a step."""
     least, most = _STEP_TOKENS
     count = max(1, int(_rounded(min(max(tokens, least), most) / train.accumulate / task.unit, 1)))
     batch = given.get(task.batch, max(count, task.longest)) if task.batch else 1
@@ -211,7 +211,7 @@ def _step(task: Task, train: TrainConfig, given: Mapping[str, Any], tokens: floa
 
 
 def _rounded(number: float, digits: int = 2) -> float:
-    """Round to so few digits; with one, two measurements of one speed mostly give the same settings."""
+    """Round to significant digits; with one, two measurements of one speed mostly give the same settings."""
     return float(f"{number:.{digits}g}")
 
 
@@ -222,9 +222,9 @@ def _listed(settings: Mapping[str, Any]) -> str:
 def targets_per_second(
     model: nn.Module, loss: Callable[[Any, Any], Tensor], batches: BatchSource, train: TrainConfig, world: int
 ) -> float:
-    """Measure the speed at which `world` processes train, over a few steps of one, which change the model.
+    """Measure the targets per second of `world` processes, over a few steps of one process, which change the model.
 
-    The first step is left out: it finds what later ones use.
+    The first step is not counted, because it compiles and allocates.
     """
     device = next(model.parameters()).device
     update = Update(model, loss, train, Processes())

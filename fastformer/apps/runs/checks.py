@@ -1,4 +1,4 @@
-"""Refuse what could only fail late, before any data is read and before a folder is made."""
+"""Reject settings that would only fail late, before data is read and a folder is created."""
 
 import importlib.util
 from collections.abc import Mapping
@@ -24,27 +24,27 @@ def check_settings(
     train: TrainConfig,
     device: torch.device | str,
 ) -> None:
-    """Refuse a metric that is not computed, a backend that cannot run here, a model whose heads do not fit.
+    """Raise an error for a metric that is not computed, a backend that cannot run here, or heads that do not fit.
 
     Args:
-        application: of the run.
-        computed: the metrics that validation computes.
+        application: kind of the run.
+        computed: names of the metrics that validation computes.
         data, train: settings.
-        model: settings of the model, without those that follow from the tokenizers.
+        model: settings of the model, without those computed from the tokenizers.
         device: of the model.
 
     Raises:
         ValueError: naming the setting, what it was, and what is allowed.
         FileNotFoundError: a file of the data is not there.
-        ImportError: a package that will be needed is not installed.
-        fastformer.backend.BackendError: the backend that was asked for cannot run here.
+        ImportError: a package that the run needs is not installed.
+        fastformer.backend.BackendError: the chosen backend cannot run here.
     """
     config = application.planned(model, data)
     check_memory(config)
     check_threads(train.threads)
     try:
         x = torch.empty(1, 1, 1, config.d_model // config.heads, device=device)
-    except (RuntimeError, AssertionError, ImportError) as error:  # the latter without CUDA
+    except (RuntimeError, AssertionError, ImportError) as error:  # AssertionError: torch without CUDA
         raise ValueError(f"device={str(device)!r} cannot be used: {str(error).splitlines()[0]}") from None
     if x.is_meta:
         raise ValueError(f"device={str(device)!r} cannot be used: nothing is computed there")
@@ -58,8 +58,8 @@ def check_settings(
     world = Processes.current().world
     if train.cuda_graphs and world > 1:
         raise ValueError(f"cuda_graphs=True is for one process, not for {world}")
-    for package, wanted in (("sacrebleu", "bleu" in computed), ("tensorboard", train.tensorboard)):
-        if wanted and importlib.util.find_spec(package) is None:
+    for package, needed in (("sacrebleu", "bleu" in computed), ("tensorboard", train.tensorboard)):
+        if needed and importlib.util.find_spec(package) is None:
             extra = "tensorboard" if package == "tensorboard" else "apps"
             raise ImportError(f"this run needs {package}: pip install 'fastformer[{extra}]'")
     for path in (value for value in vars(data).values() if isinstance(value, Path)):
@@ -68,14 +68,14 @@ def check_settings(
 
 
 def check_resumable(folder: Path, model: Any) -> None:
-    """Read the metrics, and compare a model's settings with the last checkpoint, before the model is built."""
+    """Check the metrics files, and a model's settings against the last checkpoint, before the model is built."""
     with suppress(FileNotFoundError):
         read_metrics(folder)
     last = CheckpointFolder(folder / "checkpoints").last()
     try:
-        found = None if last is None else Checkpoint.open(last)
-    except CheckpointError:  # `Trainer.resume` names the previous good one, too
+        checkpoint = None if last is None else Checkpoint.open(last)
+    except CheckpointError:  # `Trainer.resume` raises it, and names the previous good checkpoint
         return
-    if found is not None:
-        found.check_architecture(model)
-        found.check_size(model.matrix_numbers)
+    if checkpoint is not None:
+        checkpoint.check_architecture(model)
+        checkpoint.check_size(model.matrix_numbers)

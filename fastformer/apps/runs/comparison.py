@@ -1,7 +1,7 @@
-"""Runs side by side, as plain data: sizes, budgets, best validation values, and the settings that differ.
+"""Compare runs as plain data: sizes, budgets, best validation values, and the settings that differ.
 
-A run is any folder with a config.toml, whatever it trains: its settings are read as they stand, its metrics from
-metrics.jsonl, its size from its checkpoint's header. Nothing is loaded into a model.
+A run is any folder with a config.toml, of any kind: settings are read from that file, metrics from metrics.jsonl, and
+the model's size from the header of a checkpoint. No model is loaded.
 """
 
 import os
@@ -18,7 +18,7 @@ from fastformer.apps.train.metrics import JSONL, LOWER_IS_BETTER
 
 __all__ = ["Comparison", "RunSummary", "compare_runs", "summarise"]
 
-VALUES = ("loss", "perplexity", "bleu", "chrf")  # of a validation, in this order; others follow
+VALUES = ("loss", "perplexity", "bleu", "chrf")  # of a validation, in this order; further values follow
 _COUNTS = ("kind", "step", "epoch", "seconds")
 _CHECKSUMS = ("fingerprint", "validation")  # in data.json
 # Settings of data that change no token.
@@ -27,20 +27,20 @@ _SAME_TEXT = ("run.version", "data.bleu_sentences", "data.bleu_tokenizer", "data
 
 @dataclass(frozen=True)
 class RunSummary:
-    """What a run folder says of itself; None where it says nothing yet.
+    """Summary of a run folder; None for values that the folder does not hold yet.
 
     Attributes:
-        name: short, and another for each of the runs that are compared.
-        settings: everything of config.toml, as "section.key".
-        records: of metrics.jsonl.
-        parameters: of the model, tied ones counted once.
-        steps: of training so far.
-        seconds: of training so far, validations included.
-        clock: what counts the seconds: "wall", or "cpu", the processor's time of all threads.
-        best_step: where validation was best by the run's own metric.
+        name: short name, different for each compared run.
+        settings: all of config.toml, as "section.key".
+        records: records of metrics.jsonl.
+        parameters: number of the model's parameters, tied ones counted once.
+        steps: steps of training so far.
+        seconds: seconds of training so far, validations included.
+        clock: the clock of the seconds: "wall", or "cpu", the processor's time of all threads.
+        best_step: step of the best validation by the run's own metric.
         best: all values of that validation.
-        bleu_signature: of the BLEU in that validation, as sacrebleu states it.
-        text: checksums of the encoded training text and of the validation text, as far as the folder says.
+        bleu_signature: sacrebleu's signature of the BLEU in that validation.
+        text: checksums of the encoded training text and of the validation text, if the folder holds them.
     """
 
     name: str
@@ -59,7 +59,7 @@ class RunSummary:
 
 @dataclass(frozen=True)
 class Comparison:
-    """Several runs, and the settings in which they differ: {"section.key": one value a run, None where it has none}."""
+    """Several runs, and the settings in which they differ: {"section.key": one value per run, None if missing}."""
 
     runs: list[RunSummary]
     differing: dict[str, list[Any]]
@@ -67,26 +67,26 @@ class Comparison:
     @property
     def values(self) -> list[str]:
         """The names of the validation values that any of the runs has."""
-        found = {name for run in self.runs for name in run.best}
-        return [*(name for name in VALUES if name in found), *sorted(found.difference(VALUES))]
+        names = {name for run in self.runs for name in run.best}
+        return [*(name for name in VALUES if name in names), *sorted(names.difference(VALUES))]
 
     @property
     def same_bleu(self) -> bool:
-        """Whether no two runs state different signatures of BLEU, so that their BLEU can be compared."""
+        """Whether BLEU can be compared: no two runs have different signatures of BLEU."""
         return len({run.bleu_signature for run in self.runs} - {None}) <= 1
 
     @property
     def same_tokens(self) -> bool:
-        """Whether losses and perplexities per token can be compared: no text and no setting of it or of words differs.
+        """Whether losses and perplexities per token can be compared: no text and no setting of text or words differs.
 
-        Settings name files, which may have changed between two runs, and be others in another folder.
+        Checksums are compared, too, because the files that settings name may change between two runs.
         """
         if any(len({run.text[name] for run in self.runs if name in run.text}) > 1 for name in _CHECKSUMS):
             return False
         if any(run.settings.get("data.dataset") == BY_HAND for run in self.runs):
-            return False  # nobody knows
-        telling = [key for key in self.differing if key.startswith(("run.", "data.")) or "vocabulary" in key]
-        return not set(telling).difference(_SAME_TEXT)
+            return False  # these folders do not know their text
+        of_text = {key for key in self.differing if key.startswith(("run.", "data.")) or "vocabulary" in key}
+        return not of_text.difference(_SAME_TEXT)
 
 
 def compare_runs(folders: Sequence[Path | str]) -> Comparison:
@@ -94,8 +94,8 @@ def compare_runs(folders: Sequence[Path | str]) -> Comparison:
 
     Raises:
         FileNotFoundError: a folder is no run.
-        ValueError: there is no folder, one is given twice, or a file in one is damaged. A last line of metrics.jsonl
-            that a crash cut off is left out.
+        ValueError: no folder is given, one is given twice, or a file in a folder is damaged. A last line of
+            metrics.jsonl that a crash cut off is ignored.
     """
     paths = [Path(folder) for folder in folders]
     if not paths:
@@ -107,11 +107,11 @@ def compare_runs(folders: Sequence[Path | str]) -> Comparison:
     runs = [summarise(path, name) for path, name in zip(paths, _names(paths), strict=True)]
     keys = dict.fromkeys(key for run in runs for key in run.settings)
     columns = {key: [run.settings.get(key) for run in runs] for key in keys}
-    return Comparison(runs, {key: found for key, found in columns.items() if any(x != found[0] for x in found)})
+    return Comparison(runs, {key: values for key, values in columns.items() if any(x != values[0] for x in values)})
 
 
 def summarise(folder: Path, name: str | None = None) -> RunSummary:
-    """Read one run folder; see `compare_runs` for what it raises."""
+    """Read one run folder; raises the errors of `compare_runs`."""
     settings = _read_settings(folder)
     records = read_metrics(folder) if (folder / JSONL).is_file() else []
     metric = str(settings.get("train.metric", "loss"))
@@ -134,10 +134,10 @@ def summarise(folder: Path, name: str | None = None) -> RunSummary:
 
 
 def _names(paths: Sequence[Path]) -> list[str]:
-    """Return the shortest ends of the paths that tell them apart."""
-    parts = [Path(os.path.realpath(path)).parts for path in paths]
-    for size in range(1, max(map(len, parts)) + 1):
-        names = ["/".join(part[-size:]) for part in parts]
+    """Return the shortest ends of the paths that are all different."""
+    components = [Path(os.path.realpath(path)).parts for path in paths]
+    for size in range(1, max(map(len, components)) + 1):
+        names = ["/".join(each[-size:]) for each in components]
         if len(set(names)) == len(names):
             break
     return names
@@ -160,11 +160,11 @@ def _read_checksums(folder: Path) -> dict[str, str]:
 
 
 def _best(records: Sequence[Mapping[str, Any]], metric: str) -> Mapping[str, Any]:
-    """Return the first of the best validations; the last one where none has the metric; {} where there is none."""
-    found = [record for record in records if record["kind"] in ("validation", "average")]
-    rated = [record for record in found if _is_number(record.get(metric)) and record[metric] == record[metric]]
+    """Return the first of the best validations; the last one if none has the metric; {} without a validation."""
+    validations = [record for record in records if record["kind"] in ("validation", "average")]
+    rated = [record for record in validations if _is_number(record.get(metric)) and record[metric] == record[metric]]
     if not rated:
-        return found[-1] if found else {}
+        return validations[-1] if validations else {}
     sign = 1 if metric in LOWER_IS_BETTER else -1
     return min(rated, key=lambda record: sign * record[metric])
 

@@ -1,9 +1,9 @@
-"""What a run folder is, what it says that it is, and which folders and outputs a command may write to.
+"""Read the kind of a run folder, and check which folders and outputs a command may write to.
 
-A run folder describes itself, so that nothing but its path is needed to resume, evaluate or use it:
+A run folder describes itself, so that its path suffices to resume, evaluate or use the run:
 
-    config.toml      [run] its kind, [data] [model] [train]: every setting, defaults and chosen ones included
-    data.json        what was read: counts, settings and fingerprints that a resumed run, and evaluate, must meet again
+    config.toml      [run] the kind, [data] [model] [train]: every setting, defaults and chosen ones included
+    data.json        counts and fingerprints of the data; a resumed run, and evaluate, must find equal ones
     tokenizer/       one tokenizer, or one in a folder for each side
     checkpoints/     weights as safetensors, resumable state
     metrics.jsonl    losses, speed, validation scores; metrics.csv the same
@@ -27,13 +27,13 @@ DEMO = "demo.txt"  # marks a folder of `fastformer demo`, which the next demo ma
 PICTURES = ("history.png", "attention.png")  # drawn from the other files
 FILES = (CONFIG, DATA, "metrics.jsonl", "metrics.csv", "tokenizer", "checkpoints", "tensorboard", LOCK)
 
-BY_HAND = "by hand"  # the dataset of a run that was trained in Python, whose folder does not know its text
+BY_HAND = "by hand"  # the dataset of a run that was trained in Python, whose folder does not record its text
 
-VERSION = 2  # that is written; folders of version 1 held settings that had no effect
+VERSION = 2  # of new folders; folders of version 1 may hold settings without an effect
 
 
 class RunConfig(Settings):
-    """What a run is. Folders written before there was a choice say nothing: the main application's, in version 1."""
+    """The [run] section. Folders without it are of version 1 and of the main application."""
 
     kind: str = setting(MISSING, "what the model does", choices=KINDS)
     version: int = setting(1, "which meaning its settings have", at_least=1, at_most=VERSION)
@@ -41,11 +41,11 @@ class RunConfig(Settings):
 
 
 def read_kind(folder: Path | str) -> str:
-    """Return what a run folder holds: one of `KINDS`.
+    """Return the kind of a run folder, one of `KINDS`.
 
     Raises:
         FileNotFoundError: the folder holds no run.
-        ValueError: its config.toml is damaged.
+        ValueError: the folder's config.toml is damaged.
     """
     return stated(config_of(folder)).kind
 
@@ -59,7 +59,7 @@ def config_of(folder: Path | str) -> Path:
 
 
 def stated(path: Path, default: str | None = None) -> RunConfig:
-    """Return what a file says that it is; if it does not, the default, or else the main application's."""
+    """Return the [run] section of a file; without a kind in it, the kind is `default`, or the main application's."""
     run = read_toml(path).get("run", {})
     run = run if isinstance(run, dict) else {}
     kind = run.get("kind", default or MAIN)
@@ -67,7 +67,7 @@ def stated(path: Path, default: str | None = None) -> RunConfig:
 
 
 def refuse_by_hand(dataset: str | None) -> None:
-    """Raise ValueError where a run's data is wanted and its folder does not know it."""
+    """Raise ValueError for a command that needs a run's data if the folder does not record it."""
     if dataset == BY_HAND:
         raise ValueError(
             "the run was trained in Python, and its folder does not know the data: go on there, and give evaluate its "
@@ -76,17 +76,17 @@ def refuse_by_hand(dataset: str | None) -> None:
 
 
 def check_new(folder: Path, kind: str) -> None:
-    """Refuse a folder that is neither new, nor empty, nor a run of this kind without a checkpoint.
+    """Raise an error for a folder that is neither new, nor empty, nor a run of this kind without a checkpoint.
 
     Raises:
-        FileExistsError: naming what the folder holds.
-        NotADirectoryError, PermissionError: no run can be written there.
+        FileExistsError: the folder holds a run, or other files; the message names them.
+        NotADirectoryError, PermissionError: the folder cannot be written to.
     """
-    there = next(path for path in (folder, *folder.absolute().parents) if path.exists())
-    if not there.is_dir():
-        raise NotADirectoryError(f"{there} is a file; a run needs a folder")
-    if not os.access(there, os.W_OK):
-        raise PermissionError(f"{there} cannot be written to")
+    existing = next(path for path in (folder, *folder.absolute().parents) if path.exists())
+    if not existing.is_dir():
+        raise NotADirectoryError(f"{existing} is a file; a run needs a folder")
+    if not os.access(existing, os.W_OK):
+        raise PermissionError(f"{existing} cannot be written to")
     names = set(os.listdir(folder)) - {LOCK, DEMO} if folder.exists() else set()
     if not names:
         return
@@ -94,13 +94,13 @@ def check_new(folder: Path, kind: str) -> None:
         raise FileExistsError(f"{folder} holds a run already; resume it, or choose another folder")
     if not {CONFIG, DATA} <= names or "run" not in read_toml(folder / CONFIG):
         raise FileExistsError(f"{folder} is no run folder, and holds {min(names)}; choose an empty folder or a new one")
-    if (found := read_kind(folder)) != kind:
-        raise FileExistsError(f"{folder} holds a {found} run; choose another folder")
+    if (existing_kind := read_kind(folder)) != kind:
+        raise FileExistsError(f"{folder} holds a {existing_kind} run; choose another folder")
 
 
 @contextmanager
 def new_run_folder(folder: Path) -> Iterator[None]:
-    """Make and lock a folder for the block; if the block raises, remove what was not there before."""
+    """Create and lock a folder for the block; if the block raises, remove what was created."""
     missing = [path for path in (folder, *folder.parents) if not path.exists()]
     folder.mkdir(parents=True, exist_ok=True)
     try:
@@ -120,12 +120,12 @@ def new_run_folder(folder: Path) -> Iterator[None]:
 
 
 def refuse_output(output: Path | None, *inputs: Path | None, runs: tuple[Path, ...] = ()) -> None:
-    """Refuse an output that would replace an input, or a file of a run that is read.
+    """Raise ValueError for an output that would replace an input, or a file of a run that is read.
 
     Args:
         output: file to write; None: standard output.
         inputs: files that are read.
-        runs: run folders that are read; only their pictures may be replaced.
+        runs: run folders that are read; only pictures in them may be replaced.
 
     Raises:
         ValueError: naming what the output would replace.

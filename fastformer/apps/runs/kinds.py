@@ -1,4 +1,4 @@
-"""The kinds of run; an application is imported when a run of its kind is met."""
+"""The kinds of run; an application is imported at the first use of its kind."""
 
 from importlib import import_module
 from typing import Any
@@ -6,7 +6,7 @@ from typing import Any
 from fastformer.settings import check_value
 
 KINDS = ("translation", "language", "classification")  # folders of `apps`, each with `run.py` and `commands.py`
-MAIN = KINDS[0]  # of a config.toml without a kind, and of commands without --run
+MAIN = KINDS[0]  # default of a config.toml without a kind, and of commands without --run
 
 
 def application_of(kind: str) -> Any:

@@ -1,4 +1,4 @@
-"""Runs: what the applications share, from a new folder to a trained model; the folder is in `runs.folder`."""
+"""`Run`: base of the applications' runs, from a new folder to a trained model; see `runs.folder` for the folder."""
 
 import hashlib
 import json
@@ -25,7 +25,7 @@ from fastformer.apps.train import BatchSource, Processes, Result, TrainConfig, T
 
 
 class Run(ABC):
-    """One run: its settings, its data, its tokenizers and its model.
+    """One run: settings, data, tokenizers and model.
 
     Use `create` for a new folder and `open` for one that exists. Subclasses set `application`.
     """
@@ -34,7 +34,7 @@ class Run(ABC):
     corpora: Mapping[Any, Any]
     tokenizers: tuple[Tokenizer, ...]
     model_config: Any
-    initial: nn.Module | None = None  # the model from elsewhere that a new run begins with
+    initial: nn.Module | None = None  # the model from transformers that a new run begins with
     choice: Choice | None = None  # of the settings that the user of a new run left out
     chosen: tuple[str, ...] | None = None  # names of the settings that no user gave, now or when the run began
 
@@ -48,9 +48,9 @@ class Run(ABC):
         device: torch.device | str = "cpu",
         given: Given | None = None,
     ) -> None:
-        """Read the data, learn the vocabularies unless they are given, and encode what is trained on.
+        """Read the data, learn the vocabularies unless tokenizers are given, and encode the training data.
 
-        given: what a user stated, by section; other settings are chosen by `automatic_settings`. None: none is chosen.
+        given: settings that a user stated, by section; `automatic_settings` chooses all others. None: none is chosen.
         """
         self.folder, self.train_config, self.device = folder, train, torch.device(device)
         self.data, self.corpora = self.read(data)
@@ -66,15 +66,15 @@ class Run(ABC):
         self.batches = self.make_batches(self.data, self.train_config)
 
     def chosen_data(self, given: Given) -> dict[str, Any]:
-        """Choose settings of the data that must be known before its vocabularies are learnt."""
+        """Choose settings of the data that must be known before the vocabularies are learned."""
         pieces = self.data.tokenizer in ("bpe", "unigram")
         return {"vocabulary": vocabulary_size(self.sides())} if pieces and "vocabulary" not in given["data"] else {}
 
     def _choose(self, model: Mapping[str, Any], given: Given, data: Mapping[str, Any]) -> dict[str, Any]:
-        """Choose the settings that are not given, and return those of the model; those of `data` are chosen already."""
+        """Choose the settings that are not given, and return the model's; `data` holds settings chosen before."""
         stated = {**given["data"], **given["model"], **given["train"]}
         choice = Choice(data, {}, {})
-        if {*self.application.automatic} - stated.keys() - {"vocabulary"}:  # else nothing is left to be chosen
+        if {*self.application.automatic} - stated.keys() - {"vocabulary"}:  # else all settings are given
             task, defaults, on_gpu = self.task(given), self.application.model, self.device.type != "cpu"
             speed = lambda shape: self._speed(shape, model)  # noqa: E731
             choice = choose(task, defaults, self.train_config, stated, speed, data, on_gpu)
@@ -83,7 +83,7 @@ class Run(ABC):
         return {**model, **choice.model}
 
     def _speed(self, shape: Choice, model: Mapping[str, Any]) -> float:
-        """Measure how many targets of the loss the processes train a model with in a second."""
+        """Measure the targets of the loss per second that all processes together train a model with."""
         data, train = replace(self.data, **shape.data), replace(self.train_config, **shape.train)
         config = self.application.model_config({**model, **shape.model}, self.tokenizers, data)
         check_memory(config)
@@ -94,7 +94,7 @@ class Run(ABC):
     @classmethod
     @abstractmethod
     def read(cls, data: Any) -> tuple[Any, Mapping[Any, Any]]:
-        """Read the training, validation and test data; return the settings, with what follows from it, and the data."""
+        """Read training, validation and test data; return the settings, completed from the data, and the data."""
 
     @abstractmethod
     def learn(self) -> tuple[Tokenizer, ...]:
@@ -102,7 +102,7 @@ class Run(ABC):
 
     @abstractmethod
     def sides(self) -> Iterable[Iterable[str]]:
-        """Return the lines of the training data, for each language."""
+        """Return the lines of the training data, per language."""
 
     @abstractmethod
     def encode(self) -> None:
@@ -110,19 +110,19 @@ class Run(ABC):
 
     @abstractmethod
     def task(self, given: Given) -> Task:
-        """Describe what is trained, for the choice of settings that are not given."""
+        """Describe the run for the choice of settings that are not given."""
 
     @abstractmethod
     def make_batches(self, data: Any, train: TrainConfig) -> BatchSource:
-        """Return batches of the encoded training data, cut as the settings say."""
+        """Return batches of the encoded training data, of the size in the settings."""
 
     @abstractmethod
     def fingerprinted(self) -> Iterable[bytes]:
-        """Return the encoded training data, which a resumed run must meet again."""
+        """Return the encoded training data, whose fingerprint must be equal in a resumed run."""
 
     @abstractmethod
     def validation_texts(self) -> list[Any]:
-        """Return the validation data as it is read, which a resumed run must meet again."""
+        """Return the validation data as read, whose fingerprint must be equal in a resumed run."""
 
     @abstractmethod
     def training(self) -> str:
@@ -134,16 +134,16 @@ class Run(ABC):
 
     @abstractmethod
     def validation(self) -> Validation:
-        """Return the scores of a model on the validation data."""
+        """Return the `Validation` that scores a model on the validation data."""
 
     @classmethod
     @abstractmethod
     def computed(cls, data: Any) -> tuple[str, ...]:
-        """Return those of the application's metrics that validation computes with these settings of the data."""
+        """Return the names of the metrics that validation computes with these settings of the data."""
 
     @classmethod
     def check(cls, data: Any, model: Mapping[str, Any], train: TrainConfig, device: torch.device | str = "cpu") -> None:
-        """Refuse settings that could only fail after the data was read; raises as `check_settings`."""
+        """Raise the errors of `check_settings` for settings that would only fail after the data was read."""
         check_settings(cls.application, cls.computed(data), data, model, train, device)
 
     def new_model(self) -> nn.Module:
@@ -166,29 +166,29 @@ class Run(ABC):
     ) -> Self:
         """Read the data, learn the vocabularies, and write a new run folder.
 
-        Of several processes, the first does that, and the others open what it made.
+        With several processes, process 0 does that, and the others open the new folder.
 
         Args:
-            folder: a new one, an empty one, or a run of this kind that ended before its first checkpoint, which is
+            folder: a new or empty folder, or a run of this kind that ended before its first checkpoint, which is
                 replaced.
-            data: where the text comes from.
-            model: settings of the model, without those that follow from the tokenizers.
+            data: settings of the data.
+            model: settings of the model, without those computed from the tokenizers.
             train: hyperparameters.
             device: of the model.
-            pretrained: folder of transformers whose model the run begins with, and whose tokenizers it has; `tokenizer`
-                of the data is "pretrained" then, and of the model dropout rates alone may be given.
-            given: what a user stated, by section: data, model, train. The other settings are then chosen, unless the
-                run begins with a model from elsewhere; see `fastformer.apps.runs.automatic_settings`. None: none is.
+            pretrained: folder of transformers with the model and tokenizers that the run begins with. The data's
+                `tokenizer` must then be "pretrained", and `model` may hold dropout rates only.
+            given: settings that a user stated, by section: data, model, train. All others are chosen, unless the run
+                begins with a pretrained model; see `fastformer.apps.runs.automatic_settings`. None: none is chosen.
 
         Raises:
-            FileExistsError: the folder holds a run already, or something that is none; before anything is read.
-            fastformer.apps.system.run_lock.RunLockedError: another process writes to it.
-            ValueError: see `check`; before anything is read.
-            FileNotFoundError: a process does not see the folder that the first one made.
+            FileExistsError: the folder holds a run or other files; raised before data is read.
+            fastformer.apps.system.run_lock.RunLockedError: another process writes to the folder.
+            ValueError: see `check`; raised before data is read.
+            FileNotFoundError: a process does not see the folder that process 0 made.
         """
         if (data.tokenizer == PRETRAINED) != (pretrained is not None):
-            there = "without a model to begin with (--from)" if pretrained is None else "with a model to begin with"
-            raise ValueError(f"tokenizer must not be {data.tokenizer!r} {there}")
+            condition = "without a model to begin with (--from)" if pretrained is None else "with a model to begin with"
+            raise ValueError(f"tokenizer must not be {data.tokenizer!r} {condition}")
         created: list[Self] = []
         initial, tokenizers = None, None
         if pretrained is not None:
@@ -218,7 +218,7 @@ class Run(ABC):
         check_new(folder, cls.application.kind)
         cls.check(data, model, train, device)
         with new_run_folder(folder):
-            check_new(folder, cls.application.kind)  # another process may have come first
+            check_new(folder, cls.application.kind)  # another process may have written it since
             run = cls(folder, data, model, train, tokenizers, device, given)
             cls.application.save_tokenizers(folder, run.tokenizers)
             report = json.dumps(run.data_report(), indent=1) + "\n"
@@ -240,13 +240,13 @@ class Run(ABC):
     def open(
         cls, folder: Path | str, train: Mapping[str, Any] | None = None, device: torch.device | str = "cpu"
     ) -> Self:
-        """Open a run to resume it, with changes to its [train] settings such as a longer budget; `fit` saves them.
+        """Open a run to resume it, with changed [train] settings such as a longer budget; `fit` saves them.
 
         Raises:
             FileNotFoundError: the folder holds no run.
-            fastformer.apps.system.run_lock.RunLockedError: another process writes to it.
-            ValueError: it is a run of another kind, a setting cannot change or has no effect, or the training or
-                validation data is not what the run was started with.
+            fastformer.apps.system.run_lock.RunLockedError: another process writes to the folder.
+            ValueError: the run is of another kind, a setting cannot change or has no effect, or the training or
+                validation data differs from the data that the run was started with.
         """
         folder = Path(folder)
         read_kind(folder)
@@ -276,10 +276,10 @@ class Run(ABC):
         return run
 
     def data_report(self) -> dict[str, Any]:
-        """Return counts of what was read, and fingerprints of the data, which a resumed run needs again."""
+        """Return counts and fingerprints of the data, which must be equal in a resumed run."""
         digest = hashlib.sha256()
-        for part in self.fingerprinted():
-            digest.update(part)
+        for data in self.fingerprinted():
+            digest.update(data)
         return {
             "corpora": {name: str(corpus) for name, corpus in self.corpora.items()},
             "training": self.training(),
@@ -293,7 +293,7 @@ class Run(ABC):
 
         Args:
             resume: continue from the last checkpoint.
-            show: progress on the terminal.
+            show: show progress on the terminal.
         """
         with self.writing():
             if resume:

@@ -1,6 +1,6 @@
-"""TOML files of settings: what a user writes, and the config.toml of a run folder.
+"""Read and write TOML files of settings: users' files, and the config.toml of a run folder.
 
-`load_toml` returns plain dictionaries and no finished settings: flags override the file before defaults fill the rest.
+`load_toml` returns plain dictionaries, not complete settings: flags override the file before defaults are added.
 """
 
 import tomllib
@@ -13,7 +13,7 @@ from fastformer.apps.system.files import write_file
 
 
 def save_toml(path: Path | str, sections: Mapping[str, Any]) -> None:
-    """Write {section: settings or mapping} as TOML that `load_toml` reads back, in one step; None is left out."""
+    """Write {section: settings or mapping} as TOML for `load_toml`, atomically; None is left out."""
     import tomli_w
 
     plain = {section: to_plain(values).items() for section, values in sections.items()}
@@ -33,7 +33,7 @@ def load_toml(
 
     Raises:
         FileNotFoundError: there is no such file.
-        ValueError: it is no TOML, or a section, a key or a value is not allowed; names the file and these.
+        ValueError: the file is not TOML, or a section, a key or a value is not allowed; the message names them.
     """
     path = Path(path)
     result: dict[str, dict[str, Any]] = {name: {} for name in sections}
@@ -53,10 +53,10 @@ def load_toml(
 
 
 def read_toml(path: Path) -> dict[str, Any]:
-    """Return what a TOML file holds; raises FileNotFoundError, or ValueError naming the file."""
+    """Return the content of a TOML file; raises FileNotFoundError, or ValueError naming the file."""
     if not path.is_file():
         raise FileNotFoundError(f"{path}: there is no such configuration file")
     try:
         return tomllib.loads(path.read_bytes().decode("utf-8-sig"))
-    except (ValueError, RecursionError) as error:  # not all that tomllib raises is a TOMLDecodeError
+    except (ValueError, RecursionError) as error:  # tomllib also raises errors other than TOMLDecodeError
         raise ValueError(f"{path}: not a TOML file: {error}") from None

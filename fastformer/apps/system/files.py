@@ -1,7 +1,7 @@
-"""Files and folders that are written whole or not at all, and names that must stay inside their folder.
+"""Write files and folders atomically, and check that paths stay inside a folder.
 
 A file is written under a temporary name in its folder, flushed to the disk, and renamed: after a crash or on a full
-disk the old content is still there.
+disk the old content still exists.
 """
 
 import logging
@@ -14,7 +14,7 @@ from typing import IO
 
 logger = logging.getLogger("fastformer")
 
-# Names of open files, such as /dev/stdout: other processes write to the same files.
+# Names of open files, such as /dev/stdout, to which other processes write, too.
 _OPEN_FILES = ("/dev/fd/", "/dev/stdout", "/dev/stderr", "/proc/")
 
 
@@ -30,7 +30,7 @@ def naming(path: str | Path) -> Iterator[None]:
 
 
 def inside(folder: Path, name: str) -> Path:
-    """Return the path of a name that was read from a file in `folder`.
+    """Return the path of an untrusted file name in `folder`.
 
     Raises:
         ValueError: the path is not inside the folder.
@@ -54,17 +54,17 @@ def check_writable(path: Path) -> None:
 
 
 def write_file(path: str | Path, data: bytes) -> None:
-    """Replace a file in one step; see `replacing`."""
+    """Replace a file atomically; see `replacing`."""
     with replacing(Path(path)) as file:
         file.write(data)
 
 
 @contextmanager
 def replacing(path: Path, partial: bool = False) -> Iterator[IO[bytes]]:
-    """Yield a file that replaces `path` in one step when the block ends. Devices, pipes and open files are appended to.
+    """Yield a file that atomically replaces `path` when the block ends. Devices, pipes and open files are appended to.
 
     Args:
-        path: of the file. A symbolic link stays, and its target is replaced.
+        path: of the file. If it is a symbolic link, the link stays and the target is replaced.
         partial: the temporary file is called NAME.partial, is not buffered, and is kept with a warning if the block
             raises. Otherwise it is hidden, and removed if the block raises.
     """
@@ -98,11 +98,12 @@ def replacing(path: Path, partial: bool = False) -> Iterator[IO[bytes]]:
 def _free_partial(path: Path) -> Path:
     """Return NAME.partial, or NAME.2.partial if that exists, and so on."""
     numbers = ("", *(f".{number}" for number in range(2, 1000)))
-    return next(found for n in numbers if not (found := path.with_name(f"{path.name}{n}.partial")).exists())
+    candidates = (path.with_name(f"{path.name}{number}.partial") for number in numbers)
+    return next(candidate for candidate in candidates if not candidate.exists())
 
 
 def append_file(path: Path, data: bytes) -> None:
-    """Append to a file, which is created if need be."""
+    """Append to a file, which is created if it does not exist."""
     with naming(path), path.open("ab") as file:
         file.write(data)
 
@@ -138,7 +139,7 @@ def new_folder(folder: Path) -> Iterator[Path]:
 
 
 def remove(path: Path) -> None:
-    """Remove a file, or a folder with all that is in it."""
+    """Remove a file, or a folder with its content."""
     if path.is_dir() and not path.is_symlink():
         shutil.rmtree(path)
     else:

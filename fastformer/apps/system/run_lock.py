@@ -1,6 +1,6 @@
-"""One writer for a run folder: a lock by filelock on the file `.lock`, which ends with the process that holds it.
+"""Lock a run folder for one writing process, by filelock on the file `.lock`; the lock ends with the process.
 
-The file stays after the lock is released. Its text names the holder, for the error message only.
+The file stays after the lock is released. It names the process, for the error message only.
 """
 
 import os

@@ -1,4 +1,4 @@
-"""Output for a person, on a stream that may break: closed, a pipe that nobody reads, a log file on a full disk."""
+"""Output on a stream that may fail: closed, a pipe without a reader, a log file on a full disk."""
 
 import os
 from contextlib import suppress
@@ -6,9 +6,9 @@ from typing import TextIO
 
 
 class Terminal:
-    """Writes to `stream` until a write fails, and then to nothing; it has what `print`, logging and rich ask of a file.
+    """Writes to `stream` until a write fails, then discards output; has the methods that `print`, logging and rich use.
 
-    stream: None writes to nothing.
+    stream: None discards all output.
     """
 
     def __init__(self, stream: TextIO | None) -> None:
@@ -20,30 +20,30 @@ class Terminal:
         return getattr(self._stream, "encoding", None) or "utf-8"
 
     def write(self, text: str, flush: bool = False) -> int:
-        """Write, or stop writing."""
+        """Write a text; discard it, and all later output, if that fails."""
         if self._stream is not None:
             try:
                 self._stream.write(text)
                 if flush:
                     self._stream.flush()
-            except (OSError, ValueError):  # the latter if it is closed, or cannot encode the text
+            except (OSError, ValueError):  # ValueError: it is closed, or cannot encode the text
                 self._stream = None
         return len(text)
 
     def flush(self) -> None:
-        """Flush, or stop writing."""
+        """Flush the stream; discard all later output if that fails."""
         self.write("", flush=True)
 
     def line(self, text: str) -> None:
-        """Write a line at once."""
+        """Write a line and flush it."""
         self.write(f"{text}\n", flush=True)
 
     def isatty(self) -> bool:
-        """Return whether a person sees it."""
+        """Return whether the stream is a terminal."""
         return self._stream is not None and not getattr(self._stream, "closed", False) and self._stream.isatty()
 
     def fileno(self) -> int:
-        """Return the stream's descriptor, whose size rich asks for."""
+        """Return the stream's descriptor, by which rich reads the size of the terminal."""
         if self._stream is None:
             raise OSError("the stream is closed")
         return self._stream.fileno()
@@ -57,6 +57,6 @@ def discard_if_broken(stream: TextIO | None) -> None:
         stream.flush()
     except (OSError, ValueError):
         with suppress(OSError, ValueError):
-            nowhere = os.open(os.devnull, os.O_WRONLY)
-            os.dup2(nowhere, stream.fileno())
-            os.close(nowhere)
+            null = os.open(os.devnull, os.O_WRONLY)
+            os.dup2(null, stream.fileno())
+            os.close(null)

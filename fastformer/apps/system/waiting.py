@@ -1,6 +1,6 @@
-"""How the threads of a process wait for each other, which torch's OpenMP runtime reads when torch is imported.
+"""Choose how OpenMP threads wait for each other; torch's OpenMP runtime reads the variables when torch is imported.
 
-Threads that spin for a moment before they sleep train a small model faster on an idle machine, and slower where another
+Threads that spin for a moment before they sleep train a small model faster on an idle machine, and slower if another
 process computes on the same cores: docs/translation.md has the measurements.
 """
 
@@ -12,7 +12,7 @@ _LOAD = Path("/proc/loadavg")  # "0.52 1.52 1.74 1/345 8422": running and all th
 
 
 def waiting(environment: Mapping[str, str]) -> dict[str, str]:
-    """Return the variables to add: spin for some 0.1 ms on an idle machine, else sleep at once."""
+    """Return the environment variables to add: spin for about 0.1 ms on an idle machine, else sleep at once."""
     if "OMP_WAIT_POLICY" in environment:
         return {}
     spins = "GOMP_SPINCOUNT" not in environment and _is_idle()
@@ -20,7 +20,7 @@ def waiting(environment: Mapping[str, str]) -> dict[str, str]:
 
 
 def _is_idle() -> bool:
-    """Return whether this thread is the only one that runs, in one of five looks; False if the system does not say."""
+    """Return whether no other thread runs, in at least one of five samples; False if the system does not report it."""
     for _ in range(5):
         try:
             running = int(_LOAD.read_text().split()[3].partition("/")[0])

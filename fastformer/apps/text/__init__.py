@@ -1,4 +1,4 @@
-"""Text: files, tokenizers, batches, the embedded number corpus and the datasets that are known by name.
+"""Text: files, tokenizers, batches, the embedded number corpus and datasets by name.
 
 files ─ ParallelCorpus ─ tokenizers ─ encode_pairs ─ Batches ─ Batch(source, target_in, target_out, lengths)
 documents ─ tokenizers ─ encode_documents or encode_lines ─ LanguageBatches or ColumnBatches ─ LanguageBatch

@@ -1,6 +1,6 @@
-"""Batches: ids of sequences and their lengths, how they get to a device, and the part that each process takes.
+"""Batches: ids of sequences and their lengths; move batches to a device, and share them between processes.
 
-The lengths stay on the CPU, so that no device has to be waited for to lay a batch out.
+The lengths stay on the CPU, so that computing a layout does not wait for a device.
 """
 
 from dataclasses import dataclass, replace
@@ -12,11 +12,11 @@ from torch import Tensor
 from fastformer.host.devices import send
 from fastformer.packing import Layout
 
-IGNORED = -100  # a label that counts for nothing; torch's default ignore_index
+IGNORED = -100  # a label that the loss ignores; torch's default ignore_index
 
 
 class Side(NamedTuple):
-    """The names of a batch's fields that one tensor of lengths lays out."""
+    """The names of a batch's fields that share one tensor of lengths."""
 
     lengths: str  # int64 [B]
     inputs: tuple[str, ...]  # ids that a model reads
@@ -41,15 +41,15 @@ class SequenceBatch:
 
     @property
     def tokens(self) -> int:
-        """Tokens to predict, eos included, padding not: what a loss is divided by."""
+        """Tokens to predict, eos included, padding excluded; a loss is divided by them."""
         return int(self._lengths()[-1].sum())
 
     def to(self, device: torch.device | str, non_blocking: bool = False) -> Self:
         """Return the batch with its ids on `device`; the lengths stay on the CPU.
 
-        On another device than the CPU its attribute `layouts` has the layout of each side, sent in the same transfer.
-        It is no field, so that a batch that `dataclasses.replace` gave other lengths has none. Nothing waits for the
-        device, whatever `non_blocking` says.
+        On a device other than the CPU the attribute `layouts` holds the layout of each side, sent in the same transfer.
+        It is not a field, so that `dataclasses.replace` drops it with the old lengths. The call never waits for the
+        device, whatever the value of `non_blocking`.
         """
         names = [name for side in self._sides() for name in side.inputs + side.targets]
         layouts = self.layouts
@@ -57,9 +57,9 @@ class SequenceBatch:
             layouts = tuple(map(Layout.from_lengths, self._lengths()))
         sent = send(device, *(getattr(self, name) for name in names), *(x for each in layouts for x in each.tensors))
         moved = replace(self, **dict(zip(names, sent, strict=False)))
-        parts = [sent[i : i + 4] for i in range(len(names), len(sent), 4)]
-        layouts = tuple(layout.made_of(part) for layout, part in zip(layouts, parts, strict=True))
-        object.__setattr__(moved, "layouts", layouts)  # it is frozen
+        layout_tensors = [sent[i : i + 4] for i in range(len(names), len(sent), 4)]
+        layouts = tuple(layout.made_of(tensors) for layout, tensors in zip(layouts, layout_tensors, strict=True))
+        object.__setattr__(moved, "layouts", layouts)  # the dataclass is frozen
         return moved
 
     def share(self, rank: int, world: int) -> Self | None:
@@ -95,13 +95,13 @@ class Batch(SequenceBatch):
 
     @property
     def packed(self) -> bool:
-        """Whether the ids are one run without padding."""
+        """Whether the ids are packed, without padding."""
         return self.source.dim() == 1
 
 
 @dataclass(frozen=True)
 class LanguageBatch(SequenceBatch):
-    """B pieces of documents, packed: `ids_out[t]` is what follows `ids_in[t]`. Ids are int64 `[T]`."""
+    """B pieces of documents, packed: `ids_out[t]` is the token after `ids_in[t]`. Ids are int64 `[T]`."""
 
     ids_in: Tensor  # bos + tokens, or a window of that
     ids_out: Tensor  # tokens + eos, or the same window
@@ -112,9 +112,9 @@ class LanguageBatch(SequenceBatch):
 
 @dataclass(frozen=True)
 class LabelledBatch(SequenceBatch):
-    """B sequences. Ids are int64, packed `[T]` or padded at the end `[B, L]`; labels have their shape, or are `[B]`.
+    """B sequences. Ids are int64, packed `[T]` or padded at the end `[B, L]`; labels have the shape of ids, or `[B]`.
 
-    Labels of one a sequence are `[B]`; -100 counts for nothing.
+    Labels `[B]` are one for each sequence; the loss ignores -100.
     """
 
     ids: Tensor
@@ -122,11 +122,11 @@ class LabelledBatch(SequenceBatch):
     lengths: Tensor  # [B]
 
     def _sides(self) -> tuple[Side, ...]:
-        return (Side("lengths", ("ids",), ("labels",)),)  # not SIDES: lengths may not lay the labels out
+        return (Side("lengths", ("ids",), ("labels",)),)  # not in SIDES: labels may be [B]
 
     @property
     def tokens(self) -> int:
-        """Labels that count, padding and -100 left out: what a loss is divided by. Call it before `to`."""
+        """Labels except padding and -100; a loss is divided by them. Call it before `to`."""
         labels = self.labels
         if labels.dim() == 2:
             labels = labels[torch.arange(labels.shape[1], device=labels.device) < self.lengths[:, None]]
@@ -138,7 +138,7 @@ class LabelledBatch(SequenceBatch):
             return super().share(rank, world)
         rows = share_of(self.lengths, rank, world)
         if self.labels.shape == self.ids.shape and bool((self.lengths != 1).any()):
-            # As many packed tokens as sequences: the labels may be of either, so the batch stays in one piece.
+            # With as many packed tokens as sequences, labels may belong to either, so the batch is not divided.
             rows = slice(0, len(self) if rank == 0 else 0)
         if rows.start == rows.stop:
             return None
@@ -146,12 +146,12 @@ class LabelledBatch(SequenceBatch):
 
 
 def share_of(lengths: Tensor, rank: int, world: int) -> slice:
-    """Return the sequences of process `rank` of `world`: consecutive, about as many tokens for each process.
+    """Return the sequences of process `rank` of `world`: consecutive ones, with about as many tokens as in each other.
 
-    A sequence goes to the process in whose part of the tokens its middle lies; a process may get none.
+    A sequence goes to the process whose share of the tokens contains its middle; a process may get none.
 
     Args:
-        lengths: int64 `[B]`, on the CPU: tokens of each sequence, or whatever makes it work.
+        lengths: int64 `[B]`, on the CPU: tokens of each sequence, or another measure of work.
         rank: 0 to world - 1.
         world: number of processes.
     """

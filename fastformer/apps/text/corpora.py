@@ -1,7 +1,7 @@
-"""Corpora: sentence pairs, and documents of lines for language models; how they are read and split.
+"""Read and split corpora: sentence pairs, and documents of lines for language models.
 
-Every line of a document ends with eos, as the published token counts of WikiText have it. Where a document begins
-decides what a model may look back on; it changes neither the number of lines nor that of the tokens.
+Every line of a document ends with eos, as in the published token counts of WikiText. The boundaries of documents limit
+the context of a model; they change neither the number of lines nor the number of tokens.
 """
 
 import re
@@ -28,7 +28,7 @@ _TITLE = re.compile(r"= (?!= ).+ =")
 class ParallelCorpus:
     """Sentence pairs: ``source[i]`` is translated by ``target[i]``.
 
-    `dropped_*` count the pairs that are no use, `beyond` those that a limit left out.
+    `dropped_*` count unusable pairs, `beyond` the pairs that a limit excluded.
     """
 
     source: list[str]
@@ -46,7 +46,7 @@ class ParallelCorpus:
         return len(self.source)
 
     def take(self, indices: Sequence[int], name: str) -> "ParallelCorpus":
-        """Return the pairs at `indices`, in that order, under a name of their own."""
+        """Return the pairs at `indices`, in that order, as a corpus with this name."""
         return ParallelCorpus([self.source[i] for i in indices], [self.target[i] for i in indices], name=name)
 
     def __str__(self) -> str:
@@ -63,23 +63,23 @@ class ParallelCorpus:
 def read_parallel(
     source_path: str | Path, target_path: str | Path, name: str | None = None, limit: int | None = None
 ) -> ParallelCorpus:
-    """Read two line-aligned files; pairs of which a side is blank are dropped and counted, spaces at the ends cut.
+    """Read two line-aligned files; strip spaces, and drop and count pairs with a blank side.
 
-    limit: the most pairs to take, the first ones; None: all. The others are read, checked and counted, but not kept.
+    limit: the most pairs to return, the first ones; None: all. Further pairs are read, checked and counted only.
 
-    Raises what `read_lines` raises, and ``TextError`` when the line counts differ or no pair is left.
+    Raises the errors of `read_lines`, and ``TextError`` if the line counts differ or no pair is left.
     """
     source: list[str] = []
     target: list[str] = []
     lines, empty, beyond = [0, 0], 0, 0
-    for left, right in zip_longest(iterate_lines(source_path), iterate_lines(target_path)):
-        lines[0], lines[1] = lines[0] + (left is not None), lines[1] + (right is not None)
-        left, right = (left or "").strip(), (right or "").strip()
+    for line, translation in zip_longest(iterate_lines(source_path), iterate_lines(target_path)):
+        lines[0], lines[1] = lines[0] + (line is not None), lines[1] + (translation is not None)
+        line, translation = (line or "").strip(), (translation or "").strip()
         if limit is not None and len(source) >= limit:
             beyond += 1
-        elif left and right:
-            source.append(left)
-            target.append(right)
+        elif line and translation:
+            source.append(line)
+            target.append(translation)
         else:
             empty += 1
     if lines[0] != lines[1]:
@@ -95,11 +95,11 @@ def read_parallel(
 def split(
     corpus: ParallelCorpus, validation: int, test: int, seed: int
 ) -> tuple[ParallelCorpus, ParallelCorpus, ParallelCorpus]:
-    """Shuffle a corpus and split it in training, validation and test pairs with no pair in common.
+    """Shuffle a corpus and split it into training, validation and test pairs with no pair in common.
 
-    Disjoint in content, not only in line number: the held-out pairs are distinct, and every further copy of one is
-    dropped from training (Europarl repeats its formulas thousands of times). Raises ``ValueError`` for a negative
-    count, and ``TextError`` when fewer than one distinct pair would be left for training.
+    The three are disjoint in content, not only in line number: held-out pairs are distinct, and copies of them are
+    dropped from training (Europarl repeats formulas thousands of times). Raises ``ValueError`` for a negative
+    count, and ``TextError`` if no distinct pair would be left for training.
     """
     for name, value in (("validation", validation), ("test", test)):
         check_value(name, value, int, at_least=0)
@@ -120,14 +120,14 @@ def split(
             f"after {validation:,} for validation and {test:,} for test"
         )
     chosen = list(held.values())
-    left = corpus.take(train, "train")
-    left = replace(left, dropped_empty=corpus.dropped_empty, dropped_copies=copies, beyond=corpus.beyond)
-    return left, corpus.take(chosen[:validation], "valid"), corpus.take(chosen[validation:], "test")
+    training = corpus.take(train, "train")
+    training = replace(training, dropped_empty=corpus.dropped_empty, dropped_copies=copies, beyond=corpus.beyond)
+    return training, corpus.take(chosen[:validation], "valid"), corpus.take(chosen[validation:], "test")
 
 
 @dataclass(frozen=True)
 class TextCorpus:
-    """Documents of lines, stripped and without line ends; lines of no word are lines too."""
+    """Documents of lines, stripped and without line ends; lines without a word are included."""
 
     documents: list[list[str]]
     name: str = "corpus"
@@ -142,7 +142,7 @@ class TextCorpus:
 
     @property
     def words(self) -> int:
-        """Words between spaces, and one end of line (<eos>) a line."""
+        """Number of words between spaces, plus one end of line (<eos>) a line."""
         return sum(len(line.split()) + 1 for line in self.lines)
 
     def __str__(self) -> str:
@@ -150,10 +150,10 @@ class TextCorpus:
 
 
 def cut_lines(lines: Sequence[str], document: DocumentKind) -> list[list[str]]:
-    """Return documents of the lines of a file: each line by itself, the articles of WikiText, or all lines as one.
+    """Divide the lines of a file into documents: each line, each article of WikiText, or all lines as one.
 
-    What stands before the first title belongs to the first article. Raises ``ValueError`` for another kind, and where
-    articles are asked for and no line is a title.
+    Lines before the first title belong to the first article. Raises ``ValueError`` for another kind, and for articles
+    if no line is a title.
     """
     check_value("document", document, str, choices=DOCUMENT_KINDS)
     if document == "line":
@@ -172,7 +172,7 @@ def cut_lines(lines: Sequence[str], document: DocumentKind) -> list[list[str]]:
 def read_text(path: str | Path, document: DocumentKind = "line", name: str | None = None) -> TextCorpus:
     """Read the documents of a UTF-8 file, plain or compressed; spaces at both ends of a line are dropped.
 
-    Raises as `read_lines` and `cut_lines` do, and ``TextError`` when the file holds no word.
+    Raises the errors of `read_lines` and `cut_lines`, and ``TextError`` if the file holds no word.
     """
     lines = [line.strip() for line in read_lines(path)]
     if not any(lines):
@@ -181,18 +181,18 @@ def read_text(path: str | Path, document: DocumentKind = "line", name: str | Non
 
 
 def hold_out(keys: Sequence[Hashable], share: float, seed: int, what: str) -> tuple[list[int], list[int], list[int]]:
-    """Draw which of a text's parts are for training, validation and testing; return their indices, ascending.
+    """Draw the items of a text for training, validation and testing; return their indices, ascending.
 
-    A part with the same key as an earlier one goes where that one went, so that none is learned by heart.
+    Items with equal keys go to the same set, so that no held-out item is seen in training.
 
     Args:
-        keys: of each part, what makes it another one.
-        share: of the different ones, for each of the two held-out sets.
+        keys: a key for each item; items with equal keys are copies.
+        share: share of the distinct items for each of the two held-out sets.
         seed: of the draw.
-        what: the parts are, for the message.
+        what: name of the items, for the message.
 
     Raises:
-        TextError: there are too few for three sets.
+        TextError: there are too few distinct items for three sets.
     """
     alike: dict[Hashable, list[int]] = {}
     for index, key in enumerate(keys):
@@ -205,24 +205,24 @@ def hold_out(keys: Sequence[Hashable], share: float, seed: int, what: str) -> tu
         )
     order = np.random.default_rng(seed).permutation(len(groups))
     train, valid, test = (
-        sorted(i for group in part for i in groups[group])
-        for part in (order[2 * held :], order[:held], order[held : 2 * held])
+        sorted(i for group in chosen for i in groups[group])
+        for chosen in (order[2 * held :], order[:held], order[held : 2 * held])
     )
     return train, valid, test
 
 
 def split_text(corpus: TextCorpus, share: float, seed: int) -> tuple[TextCorpus, TextCorpus, TextCorpus]:
-    """Split a text in training, validation and test documents, drawn at random.
+    """Split a text into training, validation and test documents, drawn at random.
 
-    Each held-out part gets `share` of all. A document with the same lines as an earlier one goes where that one went.
-    Raises ``TextError`` when there are too few documents for three parts.
+    Each held-out set gets `share` of all documents. Documents with the same lines go to the same set. Raises
+    ``TextError`` if there are too few documents for three sets.
     """
     try:
-        parts = hold_out([tuple(document) for document in corpus.documents], share, seed, "documents")
+        sets = hold_out([tuple(document) for document in corpus.documents], share, seed, "documents")
     except TextError as error:
         raise TextError(f"{corpus.name}: {error}; give valid_text and test_text, or cut smaller documents") from None
     train, valid, test = (
-        TextCorpus([corpus.documents[i] for i in part], name)
-        for part, name in zip(parts, ("train", "valid", "test"), strict=True)
+        TextCorpus([corpus.documents[i] for i in indices], name)
+        for indices, name in zip(sets, ("train", "valid", "test"), strict=True)
     )
     return train, valid, test

@@ -1,9 +1,9 @@
-"""Datasets by name from files that are already there: nothing is ever fetched.
+"""Prepare and open datasets by name, from files on this machine: nothing is downloaded.
 
 `prepare` recognises the files of a distribution in a folder, counts them, and writes plain UTF-8 text under fixed
-names (`train.en`, `valid.en`, `test.en`, …) with a `dataset.json` that is written last: a folder that has it is
-complete. `open_dataset` reads two of the languages back as corpora. A wrong count of a corpus that has one published
-form is an error; Europarl is used in parts, so there it is a warning in the report.
+names (`train.en`, `valid.en`, `test.en`, …), and last a `dataset.json`, which marks a complete folder. `open_dataset`
+reads two of the languages as corpora. A wrong count is an error for a corpus with one published form; for Europarl,
+which is often used in part, it is a warning in the report.
 """
 
 import json
@@ -33,7 +33,7 @@ _WIKITEXT_TOKENS = {"train": 2_088_628, "valid": 217_646, "test": 245_569}
 
 @dataclass(frozen=True)
 class DatasetReport:
-    """What `prepare` did: the files written with their line counts, remarks, and the licence notice to be shown."""
+    """Report of `prepare`: the files written with their line counts, warnings, and the licence notice to be shown."""
 
     name: str
     folder: str
@@ -61,8 +61,8 @@ def _find(folder: Path, names: Sequence[str]) -> Path:
 
 def _matches(folder: Path, pattern: str) -> list[str]:
     """Return the first group of every file name that matches, plain or compressed: sorted, each once."""
-    found = (re.fullmatch(pattern + _COMPRESSED, path.name) for path in folder.iterdir())
-    return sorted({match[1] for match in found if match})
+    matches = (re.fullmatch(pattern + _COMPRESSED, path.name) for path in folder.iterdir())
+    return sorted({match[1] for match in matches if match})
 
 
 def _multi30k(folder: Path) -> tuple[Files, list[str]]:
@@ -95,11 +95,11 @@ def _europarl(folder: Path) -> tuple[Files, list[str]]:
     warnings = []
     if read != (published := _EUROPARL_LINES.get(pairs[0], read)):
         warnings.append(f"{read:,} lines, where the published corpus has {published:,}: a part of it, or another one")
-    parts = split(corpus, _EUROPARL_HELD_OUT, _EUROPARL_HELD_OUT, _EUROPARL_SEED)
-    warnings.append(str(parts[0]))
+    splits = split(corpus, _EUROPARL_HELD_OUT, _EUROPARL_HELD_OUT, _EUROPARL_SEED)
+    warnings.append(str(splits[0]))
     files: Files = {}
-    for part in parts:
-        files |= {f"{part.name}.{first}": part.source, f"{part.name}.{second}": part.target}
+    for each in splits:
+        files |= {f"{each.name}.{first}": each.source, f"{each.name}.{second}": each.target}
     return files, warnings
 
 
@@ -145,8 +145,8 @@ def prepare(name: str, from_path: str | Path, to_folder: str | Path) -> DatasetR
     """Check the files of a dataset in the folder `from_path` and write them as plain text into `to_folder`.
 
     Nothing is printed: show ``str(report)``, which has the licence notice. Raises ``ValueError`` for an unknown name,
-    or a folder that is neither new, nor empty, nor a prepared dataset, ``FileNotFoundError`` when a file is missing,
-    and ``TextError`` when one is not what was published.
+    or a folder that is neither new, nor empty, nor a prepared dataset, ``FileNotFoundError`` if a file is missing, and
+    ``TextError`` if a file differs from the published one.
     """
     if name not in DATASETS:
         raise ValueError(f"unknown dataset {name!r}; known are {', '.join(DATASETS)}")
@@ -167,7 +167,7 @@ def prepare(name: str, from_path: str | Path, to_folder: str | Path) -> DatasetR
     )
     content = {key: value for key, value in asdict(report).items() if key != "folder"}
     folder.mkdir(parents=True, exist_ok=True)
-    write_file(folder / _REPORT, b"{}")  # marks a folder whose preparation did not end, which may be prepared again
+    write_file(folder / _REPORT, b"{}")  # marks a folder with an unfinished preparation, which may be repeated
     for file, lines in files.items():
         write_lines(folder / file, lines)
     write_file(folder / _REPORT, json.dumps(content, ensure_ascii=False, indent=2).encode("utf-8"))
@@ -175,7 +175,7 @@ def prepare(name: str, from_path: str | Path, to_folder: str | Path) -> DatasetR
 
 
 def _was_prepared(folder: Path) -> bool:
-    """Return whether a dataset was, or half of one: others have a dataset.json, too."""
+    """Return whether `prepare` wrote the folder's dataset.json, which other programs may also write."""
     try:
         return read_json(folder / _REPORT) == {} or _read_report(folder).name in DATASETS
     except (FileNotFoundError, TextError):
@@ -187,10 +187,10 @@ def open_dataset(
 ) -> tuple[ParallelCorpus, ParallelCorpus, ParallelCorpus]:
     """Read training, validation and test pairs of a prepared folder.
 
-    limit: the most training pairs, the first ones; None: all. Europarl's stand in random order.
+    limit: the most training pairs, the first ones; None: all. Europarl's are in random order.
 
-    Raises ``FileNotFoundError`` when the folder was not prepared, ``ValueError`` for a language it has not, and
-    ``TextError`` when a file has changed its number of lines since.
+    Raises ``FileNotFoundError`` if the folder was not prepared, ``ValueError`` for a missing language, and
+    ``TextError`` if a file has another number of lines than was prepared.
     """
     folder = Path(folder)
     report = _read_report(folder)
@@ -199,15 +199,15 @@ def open_dataset(
             f"{folder}: the languages must be two different ones of {report.languages or 'none at all'}, "
             f"got {source_language!r} and {target_language!r}"
         )
-    parts = []
+    corpora = []
     for name in SPLITS:
         source, target = folder / f"{name}.{source_language}", folder / f"{name}.{target_language}"
         corpus = read_parallel(source, target, name, limit if name == "train" else None)
         read, expected = len(corpus) + corpus.dropped_empty + corpus.beyond, report.lines.get(source.name, 0)
         if read != expected:
             raise TextError(f"{source}: {read:,} lines, but {expected:,} were prepared; prepare again")
-        parts.append(corpus)
-    train, valid, test = parts
+        corpora.append(corpus)
+    train, valid, test = corpora
     return train, valid, test
 
 
@@ -216,9 +216,9 @@ def open_text_dataset(
 ) -> tuple[TextCorpus, TextCorpus, TextCorpus]:
     """Read training, validation and test text of a prepared folder.
 
-    `document` says what a document is; by default an article. Raises ``FileNotFoundError`` when the folder was not
-    prepared, ``ValueError`` when it holds sentence pairs, and ``TextError`` when a file has other numbers of lines or
-    tokens than were prepared.
+    document: what counts as a document; None: an article. Raises ``FileNotFoundError`` if the folder was not prepared,
+    ``ValueError`` if it holds sentence pairs, and ``TextError`` if a file has another number of lines or tokens than
+    was prepared.
     """
     folder = Path(folder)
     report = _read_report(folder)
@@ -226,7 +226,7 @@ def open_text_dataset(
         raise ValueError(
             f"{folder}: holds {report.name}, sentence pairs; a language model needs text, such as wikitext2"
         )
-    parts = []
+    corpora = []
     for name in SPLITS:
         path = folder / f"{name}.txt"
         corpus = read_text(path, document or "article", name)
@@ -237,8 +237,8 @@ def open_text_dataset(
                 f"{path}: {read[0]:,} lines and {read[1]:,} tokens (one <eos> a line counted), but {expected[0]:,} and "
                 f"{expected[1]:,} were prepared; prepare again"
             )
-        parts.append(corpus)
-    train, valid, test = parts
+        corpora.append(corpus)
+    train, valid, test = corpora
     return train, valid, test
 
 

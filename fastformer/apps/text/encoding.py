@@ -1,8 +1,8 @@
-"""Corpora as token ids, kept compact: sentence pairs for translation, documents for language models.
+"""Encode corpora as compact token ids: sentence pairs for translation, documents for language models.
 
-One flat array and offsets a side: 29,000 pairs are 4 MB instead of 26 MB of lists, and picking the sentences of a
-batch is one gather. No special ids are stored here; `batches.collate` and `pieces.cut_documents` add them. What is
-left out or truncated is counted.
+Each side is one flat array with offsets: 29,000 pairs are 4 MB instead of 26 MB of lists, and selecting the sentences
+of a batch is one gather. No special ids are stored; `batches.collate` and `pieces.cut_documents` add them. Dropped and
+truncated sequences are counted.
 """
 
 from collections.abc import Iterable, Sequence
@@ -68,7 +68,7 @@ class Sequences:
         return Sequences(self.ids[position < length], _offsets(np.minimum(self.lengths, length)))
 
     def with_special(self, first: int | None = None, last: int | None = None) -> tuple[Ints, Ints]:
-        """Pack all sequences, each with an id before or after it: ids int64 [total + count], lengths [count]."""
+        """Return all sequences, each with an id before or after it: ids int64 [total + count], lengths [count]."""
         lengths = self.lengths + (first is not None) + (last is not None)
         offsets = _offsets(lengths)
         ids = np.empty(offsets[-1], np.int64)
@@ -87,7 +87,7 @@ def _offsets(lengths: Ints) -> Ints:
 
 @dataclass(frozen=True)
 class EncodedPairs:
-    """Encoded sentence pairs without special ids, the special ids of both sides, and what happened to the rest."""
+    """Encoded sentence pairs without special ids, the special ids of both sides, and counts of dropped and cut ones."""
 
     source: Sequences
     target: Sequences
@@ -100,7 +100,7 @@ class EncodedPairs:
         return len(self.source)
 
     def take(self, indices: Ints) -> "EncodedPairs":
-        """Return the pairs at `indices`, in that order; the counts are not carried over."""
+        """Return the pairs at `indices`, in that order; the counts become 0."""
         return replace(self, source=self.source.take(indices), target=self.target.take(indices), dropped=0, truncated=0)
 
     def __str__(self) -> str:
@@ -119,11 +119,11 @@ def encode_pairs(
     max_length: int = 256,
     too_long: Literal["drop", "truncate"] = "drop",
 ) -> EncodedPairs:
-    """Encode a corpus. `max_length` counts what the model sees, tokens + eos, on each side.
+    """Encode a corpus. `max_length` limits the input of the model, tokens + eos, on each side.
 
-    A pair with a longer side is dropped, or both sides are cut to ``max_length - 1`` tokens so that eos still follows;
-    a pair with a side that has no token at all is dropped. Both are counted. Raises ``ValueError`` for wrong arguments
-    and when no pair is left.
+    A pair with a longer side is dropped, or both sides are cut to ``max_length - 1`` tokens, to which eos is added. A
+    pair with an empty side is dropped. Both are counted. Raises ``ValueError`` for wrong arguments and if no pair is
+    left.
     """
     check_value("too_long", too_long, str, choices=("drop", "truncate"))
     check_value("max_length", max_length, int, at_least=2)  # a token and eos
@@ -137,22 +137,22 @@ def encode_pairs(
     else:
         truncated = int(np.count_nonzero(keep & too_many))
         source, target = source.cut(max_length - 1), target.cut(max_length - 1)
-    kept = np.flatnonzero(keep)
-    if len(kept) == 0:
+    indices = np.flatnonzero(keep)
+    if len(indices) == 0:
         raise ValueError(f"{corpus.name}: no pair has between 1 and {max_length - 1} tokens a side; raise max_length")
     return EncodedPairs(
-        source.take(kept),
-        target.take(kept),
+        source.take(indices),
+        target.take(indices),
         source_tokenizer.special_ids,
         target_tokenizer.special_ids,
-        dropped=len(corpus) - len(kept),
+        dropped=len(corpus) - len(indices),
         truncated=truncated,
     )
 
 
 @dataclass(frozen=True)
 class EncodedDocuments:
-    """Encoded documents without their begin and end ids, those ids, the vocabulary's size, and what was left out.
+    """Encoded documents without special ids, the special ids, the vocabulary's size, and the count of dropped ones.
 
     Raises ``ValueError`` for an empty document, and for ids, special ones included, outside the vocabulary.
     """
@@ -185,17 +185,17 @@ class EncodedDocuments:
 
 
 def encode_documents(texts: Sequence[str], tokenizer: Tokenizer) -> EncodedDocuments:
-    """Encode documents, one a text; those without a token are dropped and counted.
+    """Encode texts as one document each; documents without a token are dropped and counted.
 
-    Raises ``ValueError`` when none is left.
+    Raises ``ValueError`` if none is left.
     """
     return _documents(_encode(texts, tokenizer), tokenizer)
 
 
 def encode_lines(documents: Sequence[Sequence[str]], tokenizer: Tokenizer) -> EncodedDocuments:
-    """Encode documents of lines: eos stands between two lines, and the one of the last line is the document's own.
+    """Encode documents of lines: eos separates lines, and the eos of the last line is that of the document.
 
-    A document of one line without a token is dropped and counted. Raises ``ValueError`` when none is left.
+    A document of one line without a token is dropped and counted. Raises ``ValueError`` if none is left.
     """
     lines = _encode([line for document in documents for line in document], tokenizer)
     ids, lengths = lines.with_special(last=tokenizer.eos_id)
@@ -206,17 +206,17 @@ def encode_lines(documents: Sequence[Sequence[str]], tokenizer: Tokenizer) -> En
 
 
 def _documents(documents: Sequences, tokenizer: Tokenizer) -> EncodedDocuments:
-    kept = np.flatnonzero(documents.lengths)
-    if len(kept) == 0:
+    indices = np.flatnonzero(documents.lengths)
+    if len(indices) == 0:
         raise ValueError(f"none of the {len(documents):,} documents has a token")
-    dropped = len(documents) - len(kept)
-    return EncodedDocuments(documents.take(kept), tokenizer.special_ids, tokenizer.size, dropped)
+    dropped = len(documents) - len(indices)
+    return EncodedDocuments(documents.take(indices), tokenizer.special_ids, tokenizer.size, dropped)
 
 
 def encode_source(lines: Iterable[str], tokenizer: Tokenizer, max_length: int) -> tuple[Sequences, int]:
-    """Encode sentences for inference, cut like training's to ``max_length - 1`` tokens; also how many were cut.
+    """Encode sentences for inference, cut to ``max_length - 1`` tokens as in training; also return how many were cut.
 
-    Raises ``ValueError`` when `max_length` leaves no room for a token and eos.
+    Raises ``ValueError`` if `max_length` is less than 2, a token and eos.
     """
     check_value("max_length", max_length, int, at_least=2)  # a token and eos
     check_texts("lines", lines)

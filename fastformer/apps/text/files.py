@@ -1,10 +1,9 @@
-r"""Lines of text from files and to files.
+r"""Read and write lines of text.
 
 A line ends at ``\n`` or ``\r\n`` and nowhere else. ``str.splitlines`` would also split at U+0085, U+2028 and a form
-feed, which do occur inside sentences, and then two aligned files no longer have the same number of lines. A ``\r``
-alone occurs there too; a file in which it is the only line end is refused, because it would be one line. A file is
-decoded strictly: one wrong byte is an error that names its line, because a replaced character would end up in the
-vocabulary.
+feed, which occur inside sentences, so that two aligned files would differ in their number of lines. A ``\r`` alone
+occurs there, too; a file in which it is the only line end is an error, because it would be one line. A file is decoded
+strictly: one wrong byte is an error that names its line, because a replaced character would enter the vocabulary.
 """
 
 import collections
@@ -24,7 +23,7 @@ _BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 
 
 class _Compression(NamedTuple):
-    """How compressed files begin, which is never the start of text, how they may be called, and what opens them."""
+    """A compression: first bytes of its files (no text begins with them), their suffix, and the module to open them."""
 
     name: str
     start: bytes
@@ -46,7 +45,7 @@ class TextError(ValueError):
 
 
 def iterate_lines(path: str | Path) -> Iterator[str]:
-    """Yield the lines of `read_lines`, one after another; raises what that raises, where it comes to it.
+    """Yield the lines of `read_lines` one by one; raises the same errors, once it reaches the line.
 
     The file may be a pipe, such as a shell's process substitution.
     """
@@ -73,10 +72,10 @@ def iterate_lines(path: str | Path) -> Iterator[str]:
 
 
 def _compression(start: bytes, suffix: str) -> _Compression | None:
-    """Return the compression of a file that begins so; None for plain text and an empty file."""
-    found = [each for each in _COMPRESSIONS if re.match(each.start, start)]
-    found += [each for each in _COMPRESSIONS if start and each.suffix == suffix]
-    return found[0] if found else None
+    """Return the compression of a file by first bytes, else by suffix; None for plain text and an empty file."""
+    matches = [each for each in _COMPRESSIONS if re.match(each.start, start)]
+    matches += [each for each in _COMPRESSIONS if start and each.suffix == suffix]
+    return matches[0] if matches else None
 
 
 def _unpacked(file: BufferedReader, compression: _Compression | None, path: Path) -> BufferedIOBase:
@@ -90,7 +89,7 @@ def _unpacked(file: BufferedReader, compression: _Compression | None, path: Path
 
 
 def lines_of(source: Iterable[bytes], name: str) -> Iterator[str]:
-    """Yield the lines of a stream of UTF-8 bytes without their ends.
+    """Yield the lines of a stream of UTF-8 bytes without line ends.
 
     Args:
         source: a binary file, or lines that end with a newline.
@@ -102,7 +101,7 @@ def lines_of(source: Iterable[bytes], name: str) -> Iterator[str]:
     for number, data in enumerate(source, start=1):
         if number == 1:
             data = data.removeprefix(_BYTE_ORDER_MARK)
-            if not data:  # a file of the mark alone
+            if not data:  # the file holds only the mark
                 return
             if not data.endswith(b"\n") and b"\r" in data.rstrip(b"\r"):
                 raise TextError(
@@ -119,9 +118,9 @@ def lines_of(source: Iterable[bytes], name: str) -> Iterator[str]:
 
 
 def checked_lines(path: Path) -> Iterator[str]:
-    """Return the lines of a file after reading it once, so that an error in one comes first; of a pipe, no error.
+    """Return the lines of a file after reading it once, so that errors are raised first; a pipe is not checked.
 
-    Raises what `read_lines` raises.
+    Raises the errors of `read_lines`.
     """
     if not path.is_fifo():
         collections.deque(iterate_lines(path), maxlen=0)
@@ -131,16 +130,16 @@ def checked_lines(path: Path) -> Iterator[str]:
 def read_lines(path: str | Path) -> list[str]:
     r"""Return the lines of a UTF-8 file, plain or compressed, without line ends; a byte order mark is dropped.
 
-    It may be compressed by gzip, bzip2 or xz, and with Python 3.14 by Zstandard.
+    The file may be compressed by gzip, bzip2 or xz, and with Python 3.14 by Zstandard.
 
-    Raises ``FileNotFoundError`` when there is no such file, and ``TextError`` for a folder, an empty file, a broken
+    Raises ``FileNotFoundError`` if there is no such file, and ``TextError`` for a folder, an empty file, a broken
     archive, and a line that is not UTF-8 or holds a NUL (the sign of UTF-16).
     """
     return list(iterate_lines(path))
 
 
 def check_texts(name: str, texts: object) -> None:
-    """Refuse one string where a list is wanted: each of its characters would count as a text."""
+    """Raise TypeError for one string in place of a list, because each character would count as a text."""
     if isinstance(texts, str):
         raise TypeError(f"{name} must be a list of {name}, not one string")
 
@@ -148,7 +147,7 @@ def check_texts(name: str, texts: object) -> None:
 def encode_text(text: str, name: str) -> bytes:
     """Return a text as UTF-8; raises ``TextError``, which begins with `name`, for half of a surrogate pair.
 
-    Such halves come from JSON files and, as bytes that are no UTF-8, from the command line.
+    Such halves come from JSON files, and from bytes on the command line that are not UTF-8.
     """
     try:
         return text.encode("utf-8")
@@ -160,7 +159,7 @@ def encode_text(text: str, name: str) -> bytes:
 
 
 def read_json(path: Path) -> Any:
-    """Return what a JSON file holds; raises ``TextError`` if it is not one, or nested deeper than Python reads."""
+    """Return the content of a JSON file; raises ``TextError`` if it is not JSON, or nested deeper than Python reads."""
     try:
         return json.loads(path.read_bytes())
     except (ValueError, RecursionError) as error:
@@ -181,11 +180,11 @@ def write_lines(path: str | Path, lines: Iterable[str]) -> None:
 
 
 def write_texts(path: str | Path, texts: Iterable[str]) -> None:
-    """Write texts as UTF-8, each with a final newline as soon as it comes, and each whole or not at all.
+    """Write texts as UTF-8, each with a final newline as soon as it is available, and each completely or not at all.
 
-    They grow in a file NAME.partial, which is renamed to `path` once all are there. It is kept, with a warning that
-    names it, if the texts end in an error or are interrupted. What is open (/dev/stdout) and what is no file are
-    written to; a pipe keeps what it got of a text. Raises ``TextError`` for half of a surrogate pair.
+    The texts are appended to a file NAME.partial, which is renamed to `path` at the end. If an error or an interrupt
+    ends the texts, that file stays, with a warning that names it. Open files (/dev/stdout), devices and pipes are
+    written to directly; a pipe may get half of a text. Raises ``TextError`` for half of a surrogate pair.
     """
     path = Path(path)
     with replacing(path, partial=True) as file:

@@ -1,7 +1,8 @@
-"""The tokenizers of Marian's models, as transformers stores them: sentencepiece's pieces under ids of their own.
+"""Tokenizers of Marian's models, as transformers stores them: sentencepiece's pieces with ids from a JSON file.
 
-A side's sentencepiece model cuts text into pieces; `vocab.json`, mostly one for both sides, says their ids. The decoder
-begins with padding, so `bos_id` is `pad_id`. A language code such as `>>fra<<` at the beginning of a text is one token.
+A sentencepiece model for each side splits text into pieces; `vocab.json`, mostly one for both sides, has their ids. The
+decoder begins with padding, so `bos_id` is `pad_id`. A language code such as `>>fra<<` at the beginning of a text is
+one token.
 """
 
 import json
@@ -21,14 +22,14 @@ _UNK, _EOS, _PAD = "<unk>", "</s>", "<pad>"
 
 
 class MarianTokenizer(Tokenizer):
-    """One side's tokenizer.
+    """The tokenizer of one side.
 
     Args:
-        model: sentencepiece's, serialised.
+        model: serialised sentencepiece model.
         words: every piece, by id.
 
     Raises:
-        TextError: it is no sentencepiece model, the pieces are no texts, or a special token is not among them.
+        TextError: `model` is no sentencepiece model, the pieces are no texts, or a special token is missing.
     """
 
     kind = "marian"
@@ -50,11 +51,11 @@ class MarianTokenizer(Tokenizer):
         return len(self.words)
 
     def encode_batch(self, lines: Sequence[str]) -> list[list[int]]:
-        """`encode` every line by sentencepiece's own threads."""
+        """Return the ids of every line, by sentencepiece's threads."""
         check_texts("lines", lines)
-        codes = [found[0] if (found := _CODE.match(line)) else "" for line in lines]
-        rest = [line[len(code) :] for code, line in zip(codes, lines, strict=True)]
-        pieces = self._processor.encode(rest, out_type=str)
+        codes = [match[0] if (match := _CODE.match(line)) else "" for line in lines]
+        texts = [line[len(code) :] for code, line in zip(codes, lines, strict=True)]
+        pieces = self._processor.encode(texts, out_type=str)
         unk = self.unk_id
         return [
             [self._ids.get(piece, unk) for piece in ([code, *each] if code else each)]
@@ -64,7 +65,7 @@ class MarianTokenizer(Tokenizer):
     def decode(self, ids: Iterable[int]) -> str:
         """Return the detokenised text; padding and eos are dropped, unk shows as U+2047 between spaces."""
         text: str = self._processor.decode(self.pieces(self.special_ids.drop(int(i) for i in ids)))
-        return text.replace(_SPACE, " ").strip()  # which sentencepiece leaves in pieces of the other side
+        return text.replace(_SPACE, " ").strip()  # sentencepiece leaves U+2581 in pieces of the other side
 
     def pieces(self, ids: Iterable[int]) -> list[str]:
         return [self.words[int(i)] for i in ids]
@@ -77,17 +78,17 @@ class MarianTokenizer(Tokenizer):
 
     @classmethod
     def load(cls, folder: Path, content: Any) -> "MarianTokenizer":
-        """Load what `save` wrote; content: of tokenizer.json."""
+        """Load a tokenizer that `save` wrote; `content` is that of tokenizer.json."""
         model = read_checked(folder / MODEL_FILE, content["sha256"])
         return cls(model, json.loads(read_checked(folder / _VOCABULARY_FILE, content["vocabulary_sha256"])))
 
 
 def read_marian(folder: Path | str) -> tuple[MarianTokenizer, MarianTokenizer]:
-    """Read the tokenizers of source and target of a folder that transformers' `MarianTokenizer` wrote.
+    """Read the source and target tokenizers from a folder that transformers' `MarianTokenizer` wrote.
 
     Raises:
         FileNotFoundError: a file is missing.
-        TextError: one is not what it should be.
+        TextError: a file is damaged or of another format.
     """
     folder = Path(folder)
     for name in ("source.spm", "target.spm", "vocab.json"):

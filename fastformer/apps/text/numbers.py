@@ -1,12 +1,12 @@
 """The embedded corpus: numbers in words, English to French and to German, from grammars written out here.
 
-It needs no network and no licence, its translations are right or wrong and nothing between, and it is a real task: the
-French side counts in scores, agrees (`quatre-vingts` but `quatre-vingt-un` and `quatre-vingt mille`) and drops the
-`un` of `mille`; the German side says the units before the tens and changes `eins` to `ein` inside a number.
+It needs no network and no licence, a translation is either right or wrong, and the task has real difficulties: French
+counts in scores, has agreement (`quatre-vingts` but `quatre-vingt-un` and `quatre-vingt mille`) and drops the `un` of
+`mille`; German puts the units before the tens and changes `eins` to `ein` inside a number.
 
-Decisions: English without `and`, with hyphens (American usage). French in the traditional spelling, before the reform
-of 1990: hyphens only between tens and units below one hundred and none beside `et`. German as its orthography has it,
-one lower-case word below a million; there subword pieces have to find the words.
+English is without `and` and with hyphens (American usage). French has the traditional spelling, before the reform of
+1990: hyphens only between tens and units below one hundred, none beside `et`. German is one lower-case word below a
+million, so that subword pieces have to separate the words.
 """
 
 import random
@@ -36,7 +36,7 @@ def _check(number: int) -> None:
 
 
 def english(number: int) -> str:
-    """A number below one million in English words.
+    """Return a number below one million in English words.
 
     >>> [english(n) for n in (0, 21, 100, 115, 80_000)]
     ['zero', 'twenty-one', 'one hundred', 'one hundred fifteen', 'eighty thousand']
@@ -50,12 +50,12 @@ def english(number: int) -> str:
         tens, units = divmod(number, 10)
         return _ENGLISH_TENS[tens] + (f"-{_ENGLISH[units]}" if units else "")
     size, name = (1000, "thousand") if number >= 1000 else (100, "hundred")
-    count, rest = divmod(number, size)
-    return f"{english(count)} {name}" + (f" {english(rest)}" if rest else "")
+    count, remainder = divmod(number, size)
+    return f"{english(count)} {name}" + (f" {english(remainder)}" if remainder else "")
 
 
 def french(number: int) -> str:
-    """A number below one million in French words, traditional spelling.
+    """Return a number below one million in French words, traditional spelling.
 
     >>> [french(n) for n in (21, 71, 80, 81, 91)]
     ['vingt et un', 'soixante et onze', 'quatre-vingts', 'quatre-vingt-un', 'quatre-vingt-onze']
@@ -65,25 +65,25 @@ def french(number: int) -> str:
     ['mille', 'mille cent', 'quatre-vingt mille', 'deux cent mille', 'deux cent quatre-vingt mille quatre-vingts']
     """
     _check(number)
-    thousands, rest = divmod(number, 1000)
+    thousands, remainder = divmod(number, 1000)
     words = []
     if thousands:
         words.append(_french_below_1000(thousands, final=False) if thousands > 1 else "")
         words.append("mille")
-    if rest or not thousands:
-        words.append(_french_below_1000(rest, final=True))
+    if remainder or not thousands:
+        words.append(_french_below_1000(remainder, final=True))
     return " ".join(filter(None, words))
 
 
 def _french_below_1000(number: int, final: bool) -> str:
-    """`final`: nothing follows, so `vingt` in quatre-vingts and `cent` may take their plural s; mille takes it away."""
-    hundreds, rest = divmod(number, 100)
+    """Return a number in French words; `final`: no word follows, so that quatre-vingts and cents keep the plural s."""
+    hundreds, remainder = divmod(number, 100)
     words = []
     if hundreds:
         words.append("" if hundreds == 1 else _FRENCH[hundreds])
-        words.append("cents" if hundreds > 1 and final and not rest else "cent")
-    if rest or not hundreds:
-        words.append(_french_below_100(rest, final))
+        words.append("cents" if hundreds > 1 and final and not remainder else "cent")
+    if remainder or not hundreds:
+        words.append(_french_below_100(remainder, final))
     return " ".join(filter(None, words))
 
 
@@ -102,7 +102,7 @@ def _french_below_100(number: int, final: bool) -> str:
 
 
 def german(number: int) -> str:
-    """A number below one million as one German word.
+    """Return a number below one million as one German word.
 
     >>> [german(n) for n in (1, 16, 17, 21, 30)]
     ['eins', 'sechzehn', 'siebzehn', 'einundzwanzig', 'dreißig']
@@ -112,17 +112,17 @@ def german(number: int) -> str:
     'dreihundertzweiundvierzigtausendeinundsiebzig'
     """
     _check(number)
-    thousands, rest = divmod(number, 1000)
+    thousands, remainder = divmod(number, 1000)
     return (f"{_german_below_1000(thousands)}tausend" if thousands else "") + (
-        _german_below_1000(rest) + ("s" if rest % 100 == 1 else "") if rest or not thousands else ""
+        _german_below_1000(remainder) + ("s" if remainder % 100 == 1 else "") if remainder or not thousands else ""
     )
 
 
 def _german_below_1000(number: int) -> str:
-    """As it stands before `tausend`: ending in `ein`, where the end of a number has `eins`."""
-    hundreds, rest = divmod(number, 100)
+    """Return a number as before `tausend`, ending in `ein`; at the end of a number it is `eins`."""
+    hundreds, remainder = divmod(number, 100)
     head = f"{_GERMAN[hundreds]}hundert" if hundreds else ""
-    return head + (_german_below_100(rest) if rest or not hundreds else "")
+    return head + (_german_below_100(remainder) if remainder or not hundreds else "")
 
 
 def _german_below_100(number: int) -> str:
@@ -140,12 +140,12 @@ LANGUAGES: dict[str, Callable[[int], str]] = {"fr": french, "de": german}
 def number_corpus(
     language: str, train: int = 10_000, valid: int = 500, test: int = 500, seed: int = 1
 ) -> tuple[ParallelCorpus, ParallelCorpus, ParallelCorpus]:
-    """English numbers and their translation into `language` ("fr" or "de"): training, validation and test pairs.
+    """Return training, validation and test pairs of English numbers and translations into `language` ("fr" or "de").
 
-    No number is in two of them. Training has every number below 1,000 (below ``train // 2`` if that is less), so that
-    each part of a number has been seen; all other numbers are drawn from 1,000 to 999,999, each count of digits equally
-    often as long as there are such numbers, and half of them with many zeros: drawn evenly, numbers such as 500,002
-    would hardly occur. Deterministic in its arguments.
+    No number is in two corpora. Training has every number below 1,000 (below ``train // 2`` if that is less), so that
+    each component of a number occurs in it. All other numbers are drawn from 1,000 to 999,999, each count of digits
+    equally often as long as there are such numbers. Half of them have many zeros, because numbers such as 500,002 would
+    hardly occur in a uniform draw. The corpora depend on the arguments only.
 
     Raises ``ValueError`` for an unknown language, a count < 1, and more pairs than there are numbers.
     """
@@ -164,13 +164,13 @@ def number_corpus(
 
 
 def _with_zeros(number: int, generator: random.Random) -> int:
-    """The number with each digit but the first turned to 0 with probability 1/2."""
+    """Return the number with each digit but the first replaced by 0 with probability 1/2."""
     digits = str(number)
     return int(digits[0] + "".join(digit if generator.random() < 0.5 else "0" for digit in digits[1:]))
 
 
 def _draw(count: int, generator: random.Random) -> list[int]:
-    """Distinct numbers of four to six digits in random order."""
+    """Return distinct numbers of four to six digits in random order."""
     if count > LIMIT - 1000:
         raise ValueError(f"there are {LIMIT - 1000:,} numbers above 999, and {count:,} are asked for")
     drawn: list[int] = []
@@ -179,8 +179,8 @@ def _draw(count: int, generator: random.Random) -> list[int]:
         share = (count - len(drawn)) // (7 - digits) if digits < 6 else count - len(drawn)
         share = min(share, len(numbers))
         # A dictionary keeps the order, and each number once.
-        found = dict.fromkeys(_with_zeros(n, generator) for n in generator.sample(numbers, share // 2))
-        found |= dict.fromkeys(generator.sample(numbers, share))
-        drawn += list(found)[:share]
+        distinct = dict.fromkeys(_with_zeros(n, generator) for n in generator.sample(numbers, share // 2))
+        distinct |= dict.fromkeys(generator.sample(numbers, share))
+        drawn += list(distinct)[:share]
     generator.shuffle(drawn)
     return drawn

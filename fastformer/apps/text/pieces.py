@@ -1,9 +1,9 @@
-"""Documents cut into pieces for a language model, and pieces to batches; there is no padding.
+"""Cut documents into pieces for a language model, and collate pieces into batches without padding.
 
-A document is read as bos + tokens + eos, and each of these but bos is predicted exactly once, from what stands before
-it. A longer document than `context` is cut every `context` predictions: a piece begins with the token that the piece
-before it predicted last, and sees nothing further back. So the number of predictions depends neither on the context
-nor on the batches, and perplexities compare. For evaluation, pieces may overlap: each but a document's first reads the
+A document is read as bos + tokens + eos, and each token but bos is predicted exactly once, from the tokens before it. A
+document longer than `context` is cut every `context` predictions: a piece begins with the last token that the previous
+piece predicted, and has no earlier context. So the number of predictions depends neither on the context nor on the
+batches, and perplexities can be compared. For evaluation, pieces may overlap: each but a document's first reads the
 `overlap` tokens before it again, without predicting them a second time.
 """
 
@@ -24,7 +24,7 @@ from .encoding import EncodedDocuments, Ints
 class Pieces:
     """Windows of a stream: piece i reads ``stream[starts[i] : starts[i] + lengths[i]]`` and predicts it one id later.
 
-    Its first `reread[i]` predictions are those of the piece before it, and do not count.
+    Its first `reread[i]` predictions are those of the previous piece, and do not count.
 
     `stream` int32 [total], bos + tokens + eos of every document; `starts`, `lengths` and `reread` int64 [pieces].
     """
@@ -43,14 +43,14 @@ class Pieces:
 
     @property
     def predictions(self) -> int:
-        """Tokens that count: every token of the stream that can be predicted, once."""
+        """Number of predictions that count: each token of the stream but the first of a document, once."""
         return int((self.lengths - self.reread).sum())
 
 
 def cut_documents(documents: EncodedDocuments, context: int, overlap: int = 0) -> Pieces:
     """Put bos and eos around every document and cut it into pieces of at most `context` predictions, in order.
 
-    Raises ``ValueError`` when `context` is below 1, and when `overlap` is below 0 or not below `context`.
+    Raises ``ValueError`` if `context` is below 1, or `overlap` is below 0 or not below `context`.
     """
     special = documents.special_ids
     stream, lengths = documents.documents.with_special(first=special.bos_id, last=special.eos_id)
@@ -66,20 +66,20 @@ def token_stream(documents: EncodedDocuments) -> NDArray[np.int32]:
 def cut_stream(documents: EncodedDocuments, context: int, overlap: int = 0) -> Pieces:
     """Cut the stream of all documents into windows of at most `context` predictions, in order.
 
-    The first token is predicted from an end of line, since a stream has no other begin. Raises as `cut_documents` does.
+    The first token is predicted from an end of line, which stands in for the beginning. Raises as `cut_documents`.
     """
     stream = np.concatenate([np.array([documents.special_ids.eos_id], np.int32), token_stream(documents)])
     return cut_windows(stream, np.zeros(1, np.int64), np.array([len(stream) - 1]), context, overlap)
 
 
 def cut_windows(stream: NDArray[np.int32], first: Ints, predictions: Ints, context: int, overlap: int) -> Pieces:
-    """Cut parts of a stream, which begin at `first` and have so many predictions, both int64 [parts]."""
+    """Cut the documents of a stream, which begin at `first` and have `predictions` each, both int64 [documents]."""
     check_value("context", context, int, at_least=1)
     check_value("overlap", overlap, int, {"context": context}, at_least=0, below="context")
     stride = context - overlap
-    # What lies within the overlap, a window has predicted that began before; a part with any prediction has a window.
-    counts = np.maximum(-(-(predictions - overlap) // stride), np.minimum(predictions, 1))  # [parts]
-    number = np.arange(counts.sum()) - np.repeat(np.cumsum(counts) - counts, counts)  # of each window in its part
+    # The previous window has predicted the overlap; a document with any prediction has at least one window.
+    counts = np.maximum(-(-(predictions - overlap) // stride), np.minimum(predictions, 1))  # [documents]
+    number = np.arange(counts.sum()) - np.repeat(np.cumsum(counts) - counts, counts)  # of each window in its document
     lengths = np.minimum(context, np.repeat(predictions, counts) - number * stride)
     return Pieces(stream, np.repeat(first, counts) + number * stride, lengths, np.where(number > 0, overlap, 0))
 
@@ -94,7 +94,7 @@ def collate_pieces(pieces: Pieces, indices: Ints) -> LanguageBatch:
 
 
 def counted_positions(pieces: Pieces, indices: Ints) -> Tensor:
-    """Return where the predictions that count stand in the batch of the pieces at `indices`: int64, in order."""
+    """Return the positions of the predictions that count in the batch of the pieces at `indices`: int64, in order."""
     reread = pieces.reread[indices]
     counted = pieces.lengths[indices] - reread
     before = np.cumsum(reread)  # positions up to here that do not count

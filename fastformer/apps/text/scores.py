@@ -1,9 +1,9 @@
-"""Scores of translations: sacreBLEU, chrF and exact match, of real decoded text and nothing else.
+"""Scores of translations: sacreBLEU, chrF and exact match, computed on detokenised text only.
 
-BLEU counts words, so it depends on where words end, which differs by language. `bleu_tokenizer` chooses as sacrebleu
-does: `zh`, `ja-mecab`, `ko-mecab`, and `13a` for all other languages; `char` for those without spaces that sacrebleu
-has no word tokenizer for. Figures compare only if their signatures are equal (Post 2018, "A call for clarity in
-reporting BLEU scores").
+BLEU counts words, so it depends on the boundaries of words, which differ by language. `bleu_tokenizer` chooses as
+sacrebleu does: `zh`, `ja-mecab`, `ko-mecab`, and `13a` for all other languages; `char` for languages without spaces for
+which sacrebleu has no word tokenizer. Scores can be compared only if their signatures are equal (Post 2018, "A call for
+clarity in reporting BLEU scores").
 """
 
 import logging
@@ -14,7 +14,7 @@ from typing import Any
 
 from fastformer.settings import check_value
 
-# Those of sacrebleu that need no download.
+# Tokenizers of sacrebleu that need no download.
 BLEU_TOKENIZERS = ("13a", "intl", "zh", "ja-mecab", "ko-mecab", "char", "none")
 # By the first part of a language's name, in ISO 639-1 and 639-3.
 _BY_LANGUAGE = {
@@ -59,7 +59,7 @@ def bleu_tokenizer(language: str) -> str:
 
 
 def check_bleu_tokenizer(tokenizer: str) -> None:
-    """Check that a BLEU tokenizer exists and that the packages it needs are installed.
+    """Raise an error unless a BLEU tokenizer exists and the packages that it needs are installed.
 
     Raises:
         ValueError: there is no such tokenizer.
@@ -69,7 +69,7 @@ def check_bleu_tokenizer(tokenizer: str) -> None:
 
 
 def warn_without_spaces(tokenizer: str, references: Sequence[str]) -> None:
-    """Log a warning if a tokenizer splits at spaces and most letters of the references are of scripts without them."""
+    """Log a warning if a tokenizer splits at spaces and most letters of the references are of scripts without any."""
     text = "".join(references[:1000])
     letters = len(_LETTER_WITHOUT_SPACES.findall(text))
     if tokenizer in _NEEDS_SPACES and 2 * letters > len(_LETTER.findall(text)):
@@ -83,12 +83,12 @@ def warn_without_spaces(tokenizer: str, references: Sequence[str]) -> None:
 def score_translations(
     translations: Sequence[str], references: Sequence[str], lowercase: bool = False, tokenizer: str = "13a"
 ) -> Scores:
-    """Compare detokenised translations with one reference each.
+    """Score detokenised translations against one reference each.
 
     Args:
-        translations: one a sentence.
-        references: one a sentence.
-        lowercase: compare lower-cased.
+        translations: one for each sentence.
+        references: one for each sentence.
+        lowercase: compare lower-cased text.
         tokenizer: sacrebleu's, for BLEU: one of `BLEU_TOKENIZERS`; see `bleu_tokenizer`.
 
     Raises:
@@ -103,7 +103,7 @@ def score_translations(
         raise ValueError("there is nothing to score")
     bleu, chrf = _bleu(tokenizer, lowercase), CHRF(lowercase=lowercase)
     warn_without_spaces(tokenizer, references)
-    same = sum(ours == theirs for ours, theirs in zip(translations, references, strict=True))
+    same = sum(translation == reference for translation, reference in zip(translations, references, strict=True))
     return Scores(
         bleu.corpus_score(list(translations), [list(references)]).score,
         chrf.corpus_score(list(translations), [list(references)]).score,

@@ -1,6 +1,6 @@
-"""The ids of `<unk> <pad> <bos> <eos>`: one small value that travels with a tokenizer, its files and its corpora.
+"""`SpecialIds`: the ids of `<unk> <pad> <bos> <eos>`, stored with tokenizers, their files and encoded corpora.
 
-They are configurable because checkpoints from elsewhere have their own; the default order is the word vocabulary's.
+They are configurable because pretrained models have other ids; the default order is that of the word vocabulary.
 """
 
 from collections.abc import Iterable, Mapping
@@ -11,7 +11,7 @@ UNK, PAD, BOS, EOS = "<unk>", "<pad>", "<bos>", "<eos>"
 
 @dataclass(frozen=True)
 class SpecialIds:
-    """Four ids >= 0, distinct but that padding may be what begins; raises ``ValueError`` otherwise."""
+    """Four distinct ids >= 0, except that `pad_id` may equal `bos_id`; raises ``ValueError`` otherwise."""
 
     unk_id: int = 0
     pad_id: int = 1
@@ -26,7 +26,7 @@ class SpecialIds:
             raise ValueError(f"special ids must be four distinct integers >= 0, got {shown}")
 
     def distinct(self) -> "SpecialIds":
-        """Return itself, for vocabularies that are learned; raises ``ValueError`` where padding is what begins."""
+        """Return the ids for a vocabulary to be learned; raises ``ValueError`` if `pad_id` equals `bos_id`."""
         if self.pad_id == self.bos_id:
             raise ValueError(f"special ids must be four distinct integers >= 0, got {self}")
         return self
@@ -36,6 +36,6 @@ class SpecialIds:
         return {self.unk_id: UNK, self.pad_id: PAD, self.bos_id: BOS, self.eos_id: EOS}
 
     def drop(self, ids: Iterable[int]) -> list[int]:
-        """Return the ids without padding, bos and eos; unk stays, since a word stood there."""
+        """Return the ids without padding, bos and eos; unk stays, because it stands for a word."""
         silent = {self.pad_id, self.bos_id, self.eos_id}
         return [i for i in ids if i not in silent]

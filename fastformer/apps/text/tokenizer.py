@@ -1,4 +1,4 @@
-"""What every tokenizer is, and how its files are written and read."""
+"""`Tokenizer`, the protocol of all tokenizers, and functions that write and read the files of tokenizers."""
 
 import hashlib
 import json
@@ -18,7 +18,7 @@ TOKENIZER_FILE, MODEL_FILE = "tokenizer.json", "sentencepiece.model"
 
 @runtime_checkable
 class Tokenizer(Protocol):
-    """What the rest of the package needs of a tokenizer. `special_ids` are the four special ids as one value."""
+    """The protocol of tokenizers. `special_ids` holds the four special ids."""
 
     special_ids: SpecialIds
 
@@ -52,7 +52,7 @@ class Tokenizer(Protocol):
         return self.encode_batch([text])[0]
 
     def encode_batch(self, lines: Sequence[str]) -> list[list[int]]:
-        """`encode` every line, faster."""
+        """Return the ids of every line as `encode` does, faster."""
         raise NotImplementedError
 
     def decode(self, ids: Iterable[int]) -> str:
@@ -64,12 +64,12 @@ class Tokenizer(Protocol):
         raise NotImplementedError
 
     def save(self, folder: str | Path) -> None:
-        """Write the tokenizer's files into the folder, which is made if need be."""
+        """Write the tokenizer's files into the folder, which is created if it does not exist."""
         raise NotImplementedError
 
 
 def open_model(model: bytes) -> sentencepiece.SentencePieceProcessor:
-    """Open a serialised sentencepiece model; raises ``TextError`` when it is none."""
+    """Open a serialised sentencepiece model; raises ``TextError`` if it is not one."""
     try:
         if model:
             return sentencepiece.SentencePieceProcessor(model_proto=model)
@@ -84,7 +84,7 @@ def checksum(data: bytes) -> str:
 
 
 def write_tokenizer(folder: str | Path, content: dict[str, Any], files: dict[str, bytes] | None = None) -> None:
-    """Write a tokenizer's files, and tokenizer.json with this content last; it has a sum for each of the files."""
+    """Write a tokenizer's files, then tokenizer.json with `content`, which holds a checksum for each file."""
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
     for name, data in (files or {}).items():
@@ -95,11 +95,11 @@ def write_tokenizer(folder: str | Path, content: dict[str, Any], files: dict[str
 
 
 def read_checked(path: Path, expected: str) -> bytes:
-    """Return a file of a tokenizer.
+    """Return the content of a tokenizer's file.
 
     Raises:
         FileNotFoundError: there is no such file.
-        TextError: its checksum is another one.
+        TextError: its checksum is not `expected`.
     """
     if not path.is_file():
         raise FileNotFoundError(f"{path}: no such file; the tokenizer is incomplete")

@@ -1,7 +1,7 @@
-"""Text to ids and back: sentencepiece, and learning and loading a tokenizer of any kind.
+"""Sentencepiece tokenizers; learn and load tokenizers of any kind.
 
-Sentencepiece is trained in memory on exactly the lines it is given, so validation text cannot slip in through a
-folder or a concatenated file. Nothing is sampled and the number of threads is an argument, so the same lines give the
+Sentencepiece is trained in memory on exactly the given lines, so validation text cannot be included through a folder or
+a concatenated file. Nothing is sampled and the number of threads is an argument, so the same lines give the
 same model. A saved tokenizer is two files without pickle: the sentencepiece model and a JSON file with the special
 ids, the casing and the model's checksum.
 """
@@ -25,10 +25,10 @@ from .vocabulary import WordTokenizer
 
 ModelType = Literal["unigram", "bpe", "char", "word"]
 _MODEL_TYPES = ("unigram", "bpe", "char", "word")
-# Unigram's training is quadratic in a line, 18 s of CPU for 200,000 characters, so long ones are trained on in parts,
-# as no piece reaches across words. And sentencepiece does not read its own model with a piece of 8,000 bytes.
+# Training of unigram models is quadratic in a line, 18 s of CPU for 200,000 characters, so long lines are divided; no
+# piece crosses words. And sentencepiece cannot read a model of its own with a piece of 8,000 bytes.
 _LONG_WORD = re.compile(r"\S{1000}(?=\S)")
-_PART_OF_LINE = re.compile(r".{1,4000}(?=\s|\Z)", re.DOTALL)
+_LINE_SEGMENT = re.compile(r".{1,4000}(?=\s|\Z)", re.DOTALL)
 _SILENT = 2  # sentencepiece's minloglevel: errors only, and those arrive as exceptions
 
 logger = logging.getLogger("fastformer")
@@ -37,16 +37,18 @@ logger = logging.getLogger("fastformer")
 class SentencePieceTokenizer(Tokenizer):
     """A trained sentencepiece model and its special ids; see `train_sentencepiece` and `load_tokenizer`.
 
-    `model` is the serialised model. Raises ``TextError`` when it is none, or when its special ids are not all set.
+    `model` is the serialised model. Raises ``TextError`` if it is not one, or not all of its special ids are set.
     """
 
     kind = "sentencepiece"
 
     def __init__(self, model: bytes, lowercase: bool = False) -> None:
         self.model, self.lowercase = model, lowercase
-        self._processor = found = open_model(model)
+        self._processor = processor = open_model(model)
         try:
-            self.special_ids = SpecialIds(found.unk_id(), found.pad_id(), found.bos_id(), found.eos_id())
+            self.special_ids = SpecialIds(
+                processor.unk_id(), processor.pad_id(), processor.bos_id(), processor.eos_id()
+            )
         except ValueError as error:
             raise TextError(f"the sentencepiece model lacks a special symbol: {error}") from None
 
@@ -55,7 +57,7 @@ class SentencePieceTokenizer(Tokenizer):
         return int(self._processor.get_piece_size())
 
     def encode_batch(self, lines: Sequence[str]) -> list[list[int]]:
-        """`encode` every line by sentencepiece's own threads; `<pad>` and the like in it are plain characters."""
+        """Return the ids of every line, by sentencepiece's threads; `<pad>` and the like are plain characters."""
         check_texts("lines", lines)
         ids: list[list[int]] = self._processor.encode([line.lower() if self.lowercase else line for line in lines])
         return ids
@@ -75,7 +77,7 @@ class SentencePieceTokenizer(Tokenizer):
 
     @classmethod
     def load(cls, folder: Path, content: Any) -> "SentencePieceTokenizer":
-        """Load what `save` wrote; content: of tokenizer.json."""
+        """Load a tokenizer that `save` wrote; `content` is that of tokenizer.json."""
         check_value("lowercase", content["lowercase"], bool)
         special_ids = SpecialIds(**content["special_ids"])
         tokenizer = cls(read_checked(folder / MODEL_FILE, content["sha256"]), content["lowercase"])
@@ -90,16 +92,16 @@ _KINDS = {kind.kind: kind for kind in (SentencePieceTokenizer, WordTokenizer, Ma
 def learn_tokenizer(
     lines: Iterable[str], settings: Any, special_ids: SpecialIds | None = None, pieces: int = 8000
 ) -> Tokenizer:
-    """Learn the vocabulary that the settings of a run's data ask for.
+    """Learn the tokenizer that the settings of a run's data describe.
 
     Args:
-        lines: the training text, and nothing else.
+        lines: the training text only.
         settings: `tokenizer` ("words" or a type of sentencepiece's models), `vocabulary`, `lowercase`; `splitting` and
             `minimum_frequency` of words, `character_coverage` and, of translation, `symbols` of pieces.
-        special_ids: None: the usual ones.
-        pieces: entries of sentencepiece's vocabulary where the settings do not say.
+        special_ids: None: the default ids.
+        pieces: size of sentencepiece's vocabulary if the settings have none.
 
-    Raises as `train_sentencepiece` and `WordTokenizer.from_lines` do.
+    Raises the errors of `train_sentencepiece` and `WordTokenizer.from_lines`.
     """
     common = {"lowercase": settings.lowercase, "special_ids": special_ids}
     if settings.tokenizer == "words":
@@ -124,16 +126,16 @@ def split_symbols(symbols: str | None) -> list[str]:
     """Return the symbols of a setting such as `<2de>,<2fr>`.
 
     Raises:
-        ValueError: one is empty, holds a space, is there twice or is a special token.
+        ValueError: a symbol is empty, holds a space, occurs twice or is a special token.
     """
-    found = [] if symbols is None else [symbol.strip() for symbol in symbols.split(",")]
-    wrong = [each for each in found if each in ("", UNK, PAD, BOS, EOS) or len(each.split()) != 1]
-    if wrong or len(set(found)) < len(found):
+    separate = [] if symbols is None else [symbol.strip() for symbol in symbols.split(",")]
+    wrong = [each for each in separate if each in ("", UNK, PAD, BOS, EOS) or len(each.split()) != 1]
+    if wrong or len(set(separate)) < len(separate):
         raise ValueError(
             "symbols must be different texts without spaces, separated by commas, and no special tokens, "
             f"not {symbols!r}"
         )
-    return found
+    return separate
 
 
 def train_sentencepiece(
@@ -147,13 +149,13 @@ def train_sentencepiece(
     threads: int = 2,
     symbols: Sequence[str] = (),
 ) -> SentencePieceTokenizer:
-    """Train sentencepiece in memory on the given lines: give it the training split only, or both sides for a joint one.
+    """Train sentencepiece in memory on the given lines: the training split only, or both sides for a joint vocabulary.
 
-    A vocabulary larger than the lines allow is clamped to the largest possible one, with a warning on the logger
-    ``fastformer`` that gives both sizes. The result depends on nothing but the arguments. A word of more than 1,000
+    A vocabulary larger than the lines allow is reduced to the largest possible one, with a warning on the logger
+    ``fastformer`` that names both sizes. The result depends on the arguments only. A word of more than 1,000
     characters counts as several. Each of the `symbols`, such as `<2de>`, is always one piece.
 
-    Raises ``ValueError`` for a wrong argument, and ``TextError`` when there is no text or `vocabulary_size` is too
+    Raises ``ValueError`` for a wrong argument, and ``TextError`` if there is no text or `vocabulary_size` is too
     small for the characters that must be covered.
     """
     check_texts("lines", lines)
@@ -176,7 +178,7 @@ def train_sentencepiece(
         "model_type": model_type,
         "character_coverage": character_coverage,
         "num_threads": threads,
-        # The default, 4,192 bytes, silently leaves longer lines out.
+        # The default, 4,192 bytes, silently skips longer lines.
         "max_sentence_length": max(4192, longest + 1),
         "minloglevel": _SILENT,
         "user_defined_symbols": [symbol.lower() if lowercase else symbol for symbol in symbols],
@@ -186,8 +188,8 @@ def train_sentencepiece(
         "eos_piece": EOS,
         **vars(special_ids),
     }
-    parts = [part for text in texts for part in _PART_OF_LINE.findall(_LONG_WORD.sub(r"\g<0> ", text))]
-    model = _train(parts, vocabulary_size, options)
+    segments = [each for text in texts for each in _LINE_SEGMENT.findall(_LONG_WORD.sub(r"\g<0> ", text))]
+    model = _train(segments, vocabulary_size, options)
     tokenizer = SentencePieceTokenizer(model, lowercase)
     if tokenizer.size < vocabulary_size:
         logger.warning(
@@ -198,28 +200,28 @@ def train_sentencepiece(
 
 
 def _train(texts: Sequence[str], vocabulary_size: int, options: dict[str, Any]) -> bytes:
-    """One training run, and a second at the maximum that sentencepiece names when the first asked for too much."""
+    """Train a model; if `vocabulary_size` is too large, train again at the maximum that sentencepiece's error names."""
     model = io.BytesIO()
     try:
         sentencepiece.SentencePieceTrainer.train(
             sentence_iterator=iter(texts), model_writer=model, vocab_size=vocabulary_size, **options
         )
     except RuntimeError as error:
-        if found := re.search(r"Vocabulary size too high .* <= (\d+)", str(error)):
-            return _train(texts, int(found[1]), options)
-        if found := re.search(r"smaller than required_chars\. \d+ vs (\d+)", str(error)):
+        if match := re.search(r"Vocabulary size too high .* <= (\d+)", str(error)):
+            return _train(texts, int(match[1]), options)
+        if match := re.search(r"smaller than required_chars\. \d+ vs (\d+)", str(error)):
             raise TextError(
                 f"vocabulary_size {vocabulary_size} is too small: the characters of these lines and the special "
-                f"symbols need {found[1]}; raise it, or lower character_coverage"
+                f"symbols need {match[1]}; raise it, or lower character_coverage"
             ) from None
         raise TextError(f"sentencepiece cannot be trained on these lines: {error}") from error
     return model.getvalue()
 
 
 def load_tokenizer(folder: str | Path) -> Tokenizer:
-    """Load what a tokenizer's `save` wrote.
+    """Load a tokenizer of any kind from the folder that `save` wrote.
 
-    Raises ``FileNotFoundError`` when a file is missing and ``TextError`` when one is damaged, naming the file.
+    Raises ``FileNotFoundError`` if a file is missing and ``TextError`` if one is damaged, naming the file.
     """
     path = Path(folder) / TOKENIZER_FILE
     if not path.is_file():

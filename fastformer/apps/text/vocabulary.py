@@ -1,9 +1,9 @@
-"""Word vocabulary: one id a word, `<unk>` for the rest.
+"""Word vocabulary: one id for each word, `<unk>` for unknown words.
 
-For corpora that arrive tokenised (WikiText-2: split at spaces) and for the classical word-level translation setup
-(split at punctuation). Words are simple and readable but leave unknown words; sentencepiece leaves none. The
-punctuation rule is for scripts that put spaces between words. What looks like a special symbol in the text never
-becomes one, except `<unk>`, which WikiText writes out.
+For tokenised corpora (WikiText-2: split at spaces) and for classical word-level translation (split at punctuation).
+Words are simple and readable, but some are unknown; sentencepiece has no unknown words. The punctuation rule is for
+scripts with spaces between words. Text that looks like a special symbol never becomes one, except `<unk>`, which
+WikiText contains.
 """
 
 import re
@@ -29,7 +29,7 @@ _NO_SPACE_AFTER = frozenset("([{“„«¿¡$£")
 
 
 def split_words(text: str) -> list[str]:
-    """Words, numbers and single punctuation marks of a sentence, after NFC normalisation.
+    """Split a sentence into words, numbers and single punctuation marks, after NFC normalisation.
 
     >>> split_words("L'homme (45 ans) dit: «oui», don't you?")
     ["L'", 'homme', '(', '45', 'ans', ')', 'dit', ':', '«', 'oui', '»', ',', "don'", 't', 'you', '?']
@@ -38,7 +38,7 @@ def split_words(text: str) -> list[str]:
 
 
 def join_words(words: Sequence[str]) -> str:
-    """Undo `split_words` as a typist would: no space before a comma, none after an opening bracket or an elision.
+    """Join words as in usual typing: no space before a comma, none after an opening bracket or an elision.
 
     >>> join_words(["L'", "homme", "(", "45", "ans", ")", "dort", "."])
     "L'homme (45 ans) dort."
@@ -56,8 +56,8 @@ def join_words(words: Sequence[str]) -> str:
 class WordTokenizer(Tokenizer):
     """A list of words with their ids; build it with `from_lines`, on the training split only.
 
-    `words` is the table in id order with the special symbols at their ids. Raises ``TextError`` when the table does
-    not fit the special ids, or a word holds half of a surrogate pair.
+    `words` is the table in id order with the special symbols at their ids. Raises ``TextError`` if the table does not
+    fit the special ids, or a word holds half of a surrogate pair.
     """
 
     kind = "word"
@@ -95,10 +95,10 @@ class WordTokenizer(Tokenizer):
         splitting: Splitting = "punctuation",
         special_ids: SpecialIds | None = None,
     ) -> "WordTokenizer":
-        """Count the words of `lines`, the most frequent first (ties in alphabetical order).
+        """Build the table of the words in `lines`, the most frequent first (ties in alphabetical order).
 
-        `maximum_size` counts the four special symbols. Raises ``ValueError`` for a frequency < 1 or a size <= 4,
-        ``TextError`` when no word is left.
+        `maximum_size` includes the four special symbols. Raises ``ValueError`` for a frequency < 1 or a size <= 4,
+        ``TextError`` if no word is left.
         """
         check_texts("lines", lines)
         check_value("minimum_frequency", minimum_frequency, int, at_least=1)
@@ -125,11 +125,11 @@ class WordTokenizer(Tokenizer):
         return len(self.words)
 
     def split(self, text: str) -> list[str]:
-        """Return the words of a text as this vocabulary sees them."""
+        """Split a text into words, as before encoding."""
         return _split(text, self.lowercase, self.splitting)
 
     def encode_batch(self, lines: Sequence[str]) -> list[list[int]]:
-        """`encode` every line; unknown words give `unk_id`."""
+        """Return the ids of every line; unknown words give `unk_id`."""
         check_texts("lines", lines)
         unk = self.unk_id
         return [[self._ids.get(word, unk) for word in self.split(line)] for line in lines]
@@ -148,7 +148,7 @@ class WordTokenizer(Tokenizer):
 
     @classmethod
     def load(cls, folder: Path, content: Any) -> "WordTokenizer":
-        """Load what `save` wrote; content: of tokenizer.json."""
+        """Load a tokenizer that `save` wrote; `content` is that of tokenizer.json."""
         return cls(content["words"], SpecialIds(**content["special_ids"]), content["lowercase"], content["splitting"])
 
 

@@ -1,1 +1,1 @@
-"""Run folders: what they are and hold, how a run goes, and runs side by side."""
+"""Runs and run folders: create, open, train, describe and compare them."""

@@ -114,7 +114,7 @@ class Application:
     def check_begins(self) -> None:
         """Raise ValueError if runs of this kind cannot begin with a model from transformers."""
         if self.pretrained is None:
-            raise ValueError(f"{self.title} runs begin with no model from elsewhere")
+            raise ValueError(f"{self.title} runs cannot begin with a pretrained model")
 
     def begin_with(
         self, folder: Path, given: Mapping[str, Any]

@@ -47,7 +47,7 @@ def check_settings(
     except (RuntimeError, AssertionError, ImportError) as error:  # AssertionError: torch without CUDA
         raise ValueError(f"device={str(device)!r} cannot be used: {str(error).splitlines()[0]}") from None
     if x.is_meta:
-        raise ValueError(f"device={str(device)!r} cannot be used: nothing is computed there")
+        raise ValueError(f"device={str(device)!r} cannot be used: its tensors hold no values")
     functional.check_backend(x)
     check_compiler(train.compile, device)
     known = application.metrics

@@ -70,8 +70,8 @@ def refuse_by_hand(dataset: str | None) -> None:
     """Raise ValueError for a command that needs a run's data if the folder does not record it."""
     if dataset == BY_HAND:
         raise ValueError(
-            "the run was trained in Python, and its folder does not know the data: go on there, and give evaluate its "
-            "files with --source"
+            "the run was trained in Python, and its folder does not record the data: continue it in Python, and give "
+            "evaluate the files with --source"
         )
 
 

@@ -247,7 +247,7 @@ class LanguageBatches(_PieceBatches):
             raise ValueError("there are no documents to make batches of")
         self.pieces = cut_documents(documents, context)
         if tokens < context:
-            raise ValueError(f"tokens={tokens} is less than context={context}: a batch must have room for a piece")
+            raise ValueError(f"tokens={tokens} is less than context={context}: a batch must hold at least one piece")
         self.context, self.tokens = context, tokens
 
     def _plan(self, random: np.random.Generator) -> list[Ints]:

@@ -13,9 +13,9 @@ second time it is captured, and replayed from then on. The numbers are those of 
 batch's tokens include padding, which adds zeros. Gradients are zeroed, not dropped: weight decay and moments continue
 for a parameter that a later batch does not use.
 
-After its capture, a graph does not notice hooks, new dropout rates, `requires_grad`, new buffers of a module, changed
-optimizer options other than the learning rate, another backend or precision, or control flow in Python that differs
-from step to step. New addresses of parameters and gradients are noticed.
+After its capture, a graph does not notice hooks, new dropout rates, `requires_grad` or new buffers of a module. It also
+does not notice changed optimizer options other than the learning rate, another backend or precision, or control
+flow in Python that differs from step to step. New addresses of parameters and gradients are noticed.
 """
 
 from collections.abc import Callable, Hashable, Sequence

@@ -200,10 +200,10 @@ def local_device(device: str) -> str:
     if not _launched() or torch.device(device).type != "cuda":
         return device
     if torch.device(device).index is not None:
-        raise ValueError(f"device {device!r} is one GPU, but torchrun started several processes; say cuda")
+        raise ValueError(f"device {device!r} is one GPU, but torchrun started several processes; give device 'cuda'")
     index, count = int(os.environ.get("LOCAL_RANK", "0")), torch.cuda.device_count()
     if index >= count:
-        raise ValueError(f"process {index} of this machine has no GPU of its own: torch sees {count}; start fewer")
+        raise ValueError(f"process {index} of this machine has no own GPU: torch sees {count}; start fewer processes")
     return f"cuda:{index}"
 
 
@@ -230,7 +230,7 @@ def join_processes(device: torch.device | str = "cpu") -> Iterator[Processes]:
         dist.init_process_group("nccl" if device.type == "cuda" else "gloo", timeout=TIMEOUT)
     except (RuntimeError, ValueError) as error:  # ValueError: of the launcher's variables
         reason = (str(error).splitlines() or [type(error).__name__])[0][:160]
-        raise ProcessError(f"the processes of this run do not find one another ({reason})") from error
+        raise ProcessError(f"the processes of this run cannot connect to one another ({reason})") from error
     yield Processes.current()
     # Not after an error: the others may be at any point, and the end of this process closes its connections.
     dist.destroy_process_group()

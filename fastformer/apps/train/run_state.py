@@ -12,7 +12,7 @@ from torch import nn
 
 from fastformer.apps.system.run_lock import locked
 from fastformer.apps.train.batch_source import BatchSource
-from fastformer.apps.train.checkpoint import Checkpoint, average_checkpoints
+from fastformer.apps.train.checkpoint import META, Checkpoint, average_checkpoints
 from fastformer.apps.train.checkpoint_folder import INTERIM, CheckpointFolder
 from fastformer.apps.train.config import TrainConfig
 from fastformer.apps.train.metrics import RunningSums, is_better
@@ -212,7 +212,8 @@ class RunState:
                     f"{checkpoint.path}: was trained with {name}={value}, not {getattr(self._config, name)}"
                 )
         if state["position"]["step"] != checkpoint.step:
-            raise CheckpointError(f"{checkpoint.path}: its state is of step {state['position']['step']}")
+            step = state["position"]["step"]
+            raise CheckpointError(f"{checkpoint.path}: its state is of step {step}, its {META} of {checkpoint.step}")
 
     def _mark_again(self, path: Path) -> None:
         """Mark the best checkpoint again, because the process may have been killed before it wrote the index."""

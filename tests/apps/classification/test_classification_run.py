@@ -269,8 +269,8 @@ def test_a_run_by_hand(tmp_path: Path) -> None:
     assert command(tmp_path, "classify --run mine", stdin=b"the cat").strip() == classifier.classify(["the cat"])[0]
     (tmp_path / "text.tsv").write_text("\n".join(LINES))
     assert "of 108 texts" in command(tmp_path, "evaluate --run mine --source text.tsv")
-    assert "its folder does not know the data" in refused(tmp_path, "evaluate --run mine")
-    assert "its folder does not know the data" in refused(tmp_path, "train classify --run mine --resume --steps 9")
+    assert "its folder does not record the data" in refused(tmp_path, "evaluate --run mine")
+    assert "its folder does not record the data" in refused(tmp_path, "train classify --run mine --resume --steps 9")
 
 
 def test_numbers_need_no_file(tmp_path: Path) -> None:

@@ -149,7 +149,7 @@ def test_what_is_the_folders_is_refused(folder: Path, tmp_path: Path, options: s
 def test_other_runs_begin_with_no_model_from_elsewhere(folder: Path, tmp_path: Path) -> None:
     command = f"train lm --from {folder} --run {tmp_path}/run --steps 1 --device cpu"
     ended = CliRunner().invoke(app, command.split())
-    assert str(ended.exception) == "language-model runs begin with no model from elsewhere"
+    assert str(ended.exception) == "language-model runs cannot begin with a pretrained model"
     assert not (tmp_path / "run").exists()
 
 

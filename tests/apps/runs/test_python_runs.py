@@ -88,7 +88,7 @@ def test_a_translation_run_by_hand(tmp_path: Path, before: bool) -> None:
     for command in (("evaluate", "--run", "mine"), ("train", "--run", "mine", "--resume", "--steps", "9")):
         done = fastformer(*command, cwd=tmp_path)
         assert done.returncode == 2, command
-        assert "the run was trained in Python, and its folder does not know the data" in done.stderr
+        assert "the run was trained in Python, and its folder does not record the data" in done.stderr
 
 
 def test_what_does_not_belong_together_is_refused(tmp_path: Path) -> None:

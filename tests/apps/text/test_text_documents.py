@@ -177,7 +177,7 @@ def test_bad_arguments():
         for cut in (cut_documents, cut_stream):
             with pytest.raises(ValueError, match=message):
                 cut(documents, 4, overlap)
-    with pytest.raises(ValueError, match=r"^tokens=7 is less than context=8: a batch must have room for a piece$"):
+    with pytest.raises(ValueError, match=r"^tokens=7 is less than context=8: a batch must hold at least one piece$"):
         LanguageBatches(documents, context=8, tokens=7)
     assert LanguageBatches(documents, context=8, tokens=8).batches_in(0) == 1
     with pytest.raises(ValueError, match=r"^there are no documents to make batches of$"):

@@ -105,5 +105,5 @@ def test_processes_that_do_not_find_one_another_say_so(changes, monkeypatch):
     known = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": str(free_port())}
     for name, value in {**known, **changes}.items():
         monkeypatch.delenv(name, raising=False) if value is None else monkeypatch.setenv(name, value)
-    with pytest.raises(ProcessError, match="do not find one another"), join_processes():
+    with pytest.raises(ProcessError, match="cannot connect to one another"), join_processes():
         pass

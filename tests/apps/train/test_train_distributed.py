@@ -173,12 +173,14 @@ def test_one_process_is_alone_with_and_without_a_group(monkeypatch):
     with pytest.raises(ProcessError, match="train within `fastformer"):
         Processes.current()
     assert local_device("cpu") == "cpu"
-    with pytest.raises(ValueError, match=r"'cuda:0' is one GPU, but torchrun started several processes; say cuda"):
+    with pytest.raises(
+        ValueError, match=r"'cuda:0' is one GPU, but torchrun started several processes; give device 'cuda'"
+    ):
         local_device("cuda:0")
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     assert local_device("cuda") == "cuda:1"
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
-    with pytest.raises(ValueError, match="process 1 of this machine has no GPU of its own: torch sees 1"):
+    with pytest.raises(ValueError, match="process 1 of this machine has no own GPU: torch sees 1"):
         local_device("cuda")
 
 

@@ -32,8 +32,8 @@ def sinusoidal_positions(
         torch.arange(0, width, 2, dtype=torch.float64, device=device) * (-math.log(10000.0) / width)
     )
     angles = torch.arange(length, dtype=torch.float64, device=device)[:, None] * frequencies  # [length, ceil(D / 2)]
-    both = angles.sin(), angles.cos()
-    table = torch.cat(both, -1) if halves else torch.stack(both, -1).flatten(1)
+    waves = angles.sin(), angles.cos()
+    table = torch.cat(waves, -1) if halves else torch.stack(waves, -1).flatten(1)
     return table[:, :width].float()
 
 

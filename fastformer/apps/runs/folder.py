@@ -105,11 +105,11 @@ def new_run_folder(folder: Path) -> Iterator[None]:
     folder.mkdir(parents=True, exist_ok=True)
     try:
         with locked(folder):
-            before = set(os.listdir(folder)) - {LOCK}
+            existing = set(os.listdir(folder)) - {LOCK}
             try:
                 yield
             except BaseException:
-                for name in () if before else os.listdir(folder):
+                for name in () if existing else os.listdir(folder):
                     remove(folder / name)
                 raise
     except BaseException:

@@ -266,12 +266,12 @@ class Run(ABC):
         run = cls(folder, data, model, config, application.load_tokenizers(folder), device)
         if (chosen := stated(folder / CONFIG).chosen) is not None:
             run.chosen = tuple(name for name in chosen if name not in (train or {}))
-        before = read_json(folder / DATA)
-        now = run.data_report()
+        saved = read_json(folder / DATA)
+        report = run.data_report()
         for name, data in (("fingerprint", "training"), ("validation", "validation")):
-            if not isinstance(before, dict) or name not in before:
+            if not isinstance(saved, dict) or name not in saved:
                 raise ValueError(f"{folder / DATA}: damaged; it has no {name} of the data")
-            if before[name] != now[name]:
+            if saved[name] != report[name]:
                 raise ValueError(f"{folder}: the {data} data differs from what this run was started with")
         return run
 

@@ -254,10 +254,10 @@ class LanguageBatches(_PieceBatches):
         order = self._order(random, len(self.pieces))
         ends = np.cumsum(self.pieces.lengths[order])
         cuts: list[int] = []
-        before = 0  # tokens in the batches so far
-        while ends[-1] - before > self.tokens:
-            cuts.append(int(np.searchsorted(ends, before + self.tokens, side="right")))  # the first that does not fit
-            before = int(ends[cuts[-1] - 1])
+        batched = 0  # tokens in the batches so far
+        while ends[-1] - batched > self.tokens:
+            cuts.append(int(np.searchsorted(ends, batched + self.tokens, side="right")))  # the first that does not fit
+            batched = int(ends[cuts[-1] - 1])
         return np.split(order, cuts)
 
 

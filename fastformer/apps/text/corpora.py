@@ -104,22 +104,22 @@ def split(
     for name, value in (("validation", validation), ("test", test)):
         check_value(name, value, int, at_least=0)
     order = np.random.default_rng(seed).permutation(len(corpus)).tolist()
-    held: dict[tuple[str, str], int] = {}
+    held_out: dict[tuple[str, str], int] = {}
     train, copies = [], 0
     for i in order:
         pair = (corpus.source[i], corpus.target[i])
-        if pair in held:
+        if pair in held_out:
             copies += 1
-        elif len(held) < validation + test:
-            held[pair] = i
+        elif len(held_out) < validation + test:
+            held_out[pair] = i
         else:
             train.append(i)
     if not train:
         raise TextError(
-            f"{corpus.name}: {len(corpus):,} pairs ({len(held):,} distinct) leave none for training "
+            f"{corpus.name}: {len(corpus):,} pairs ({len(held_out):,} distinct) leave none for training "
             f"after {validation:,} for validation and {test:,} for test"
         )
-    chosen = list(held.values())
+    chosen = list(held_out.values())
     training = corpus.take(train, "train")
     training = replace(training, dropped_empty=corpus.dropped_empty, dropped_copies=copies, beyond=corpus.beyond)
     return training, corpus.take(chosen[:validation], "valid"), corpus.take(chosen[validation:], "test")
@@ -194,19 +194,19 @@ def hold_out(keys: Sequence[Hashable], share: float, seed: int, what: str) -> tu
     Raises:
         TextError: there are too few distinct items for three sets.
     """
-    alike: dict[Hashable, list[int]] = {}
+    copies: dict[Hashable, list[int]] = {}
     for index, key in enumerate(keys):
-        alike.setdefault(key, []).append(index)
-    groups = list(alike.values())
-    held = max(1, round(share * len(groups)))
-    if len(groups) < 2 * held + 1:
+        copies.setdefault(key, []).append(index)
+    groups = list(copies.values())
+    count = max(1, round(share * len(groups)))
+    if len(groups) < 2 * count + 1:
         raise TextError(
-            f"{len(groups):,} different {what} are too few to hold {held:,} out for validation and as many for testing"
+            f"{len(groups):,} different {what} are too few to hold {count:,} out for validation and as many for testing"
         )
     order = np.random.default_rng(seed).permutation(len(groups))
     train, valid, test = (
         sorted(i for group in chosen for i in groups[group])
-        for chosen in (order[2 * held :], order[:held], order[held : 2 * held])
+        for chosen in (order[2 * count :], order[:count], order[count : 2 * count])
     )
     return train, valid, test
 

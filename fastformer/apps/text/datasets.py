@@ -259,5 +259,5 @@ def _read_report(folder: Path) -> DatasetReport:
             warnings=list(content["warnings"]),
         )
     except (ValueError, KeyError, TypeError, OverflowError) as error:
-        what = "its preparation did not end" if content == {} else f"damaged ({error!r})"
-        raise TextError(f"{path}: {what}; prepare the dataset again") from error
+        reason = "its preparation did not end" if content == {} else f"damaged ({error!r})"
+        raise TextError(f"{path}: {reason}; prepare the dataset again") from error

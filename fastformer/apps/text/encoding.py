@@ -59,8 +59,8 @@ class Sequences:
         """Return the sequences at `indices`, in that order."""
         lengths = self.offsets[indices + 1] - self.offsets[indices]
         offsets = _offsets(lengths)
-        where = np.arange(offsets[-1]) + np.repeat(self.offsets[indices] - offsets[:-1], lengths)
-        return Sequences(self.ids[where], offsets)
+        positions = np.arange(offsets[-1]) + np.repeat(self.offsets[indices] - offsets[:-1], lengths)
+        return Sequences(self.ids[positions], offsets)
 
     def cut(self, length: int) -> "Sequences":
         """Return the first `length` ids of each sequence."""
@@ -73,10 +73,10 @@ class Sequences:
         offsets = _offsets(lengths)
         ids = np.empty(offsets[-1], np.int64)
         real = np.ones(len(ids), bool)
-        for special, where in ((first, offsets[:-1]), (last, offsets[1:] - 1)):
+        for special, places in ((first, offsets[:-1]), (last, offsets[1:] - 1)):
             if special is not None:
-                ids[where] = special
-                real[where] = False
+                ids[places] = special
+                real[places] = False
         ids[real] = self.ids
         return ids, lengths
 

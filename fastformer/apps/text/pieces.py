@@ -88,8 +88,8 @@ def collate_pieces(pieces: Pieces, indices: Ints) -> LanguageBatch:
     """Return one batch of the pieces at `indices`, in that order."""
     lengths = pieces.lengths[indices]
     offsets = np.cumsum(lengths) - lengths
-    where = np.arange(lengths.sum()) + np.repeat(pieces.starts[indices] - offsets, lengths)  # [T]
-    ids_in, ids_out = (torch.from_numpy(pieces.stream[i].astype(np.int64)) for i in (where, where + 1))
+    positions = np.arange(lengths.sum()) + np.repeat(pieces.starts[indices] - offsets, lengths)  # [T]
+    ids_in, ids_out = (torch.from_numpy(pieces.stream[i].astype(np.int64)) for i in (positions, positions + 1))
     return LanguageBatch(ids_in, ids_out, torch.from_numpy(lengths))
 
 
@@ -97,5 +97,5 @@ def counted_positions(pieces: Pieces, indices: Ints) -> Tensor:
     """Return the positions of the predictions that count in the batch of the pieces at `indices`: int64, in order."""
     reread = pieces.reread[indices]
     counted = pieces.lengths[indices] - reread
-    before = np.cumsum(reread)  # positions up to here that do not count
-    return torch.from_numpy(np.arange(counted.sum()) + np.repeat(before, counted))
+    skipped = np.cumsum(reread)  # positions up to a piece that do not count
+    return torch.from_numpy(np.arange(counted.sum()) + np.repeat(skipped, counted))

@@ -20,10 +20,10 @@ class SpecialIds:
 
     def __post_init__(self) -> None:
         ids = list(asdict(self).values())
-        alone = [self.unk_id, self.eos_id, *{self.pad_id, self.bos_id}]
-        if any(type(i) is not int or i < 0 for i in ids) or len(set(alone)) != len(alone):
-            shown = ", ".join(f"{name}={value!r}" for name, value in asdict(self).items())
-            raise ValueError(f"special ids must be four distinct integers >= 0, got {shown}")
+        distinct = [self.unk_id, self.eos_id, *{self.pad_id, self.bos_id}]
+        if any(type(i) is not int or i < 0 for i in ids) or len(set(distinct)) != len(distinct):
+            values = ", ".join(f"{name}={value!r}" for name, value in asdict(self).items())
+            raise ValueError(f"special ids must be four distinct integers >= 0, got {values}")
 
     def distinct(self) -> "SpecialIds":
         """Return the ids for a vocabulary to be learned; raises ``ValueError`` if `pad_id` equals `bos_id`."""

@@ -92,7 +92,7 @@ class FixedBatch:
                 self._slices[number, name] = slice(end, end + size)
                 end += -(-size // _ALIGNMENT) * _ALIGNMENT
         self._memory = torch.zeros(end, dtype=torch.int64, device=device)
-        self._views = {key: self._memory[where] for key, where in self._slices.items()}
+        self._views = {key: self._memory[span] for key, span in self._slices.items()}
 
     def load(self, batch: Any) -> None:
         """Copy a batch from the CPU in one transfer, without waiting for the device."""

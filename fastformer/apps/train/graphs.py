@@ -133,9 +133,9 @@ class GraphedUpdate(Update):
         try:
             loss = super().backward(batch, tokens)
             new = [p.grad for p in self.parameters]
-            both = [(a, b) for a, b in zip(accumulated, new, strict=True) if a is not None and b is not None]
-            if both:
-                torch._foreach_add_(*map(list, zip(*both, strict=True)))
+            pairs = [(a, b) for a, b in zip(accumulated, new, strict=True) if a is not None and b is not None]
+            if pairs:
+                torch._foreach_add_(*map(list, zip(*pairs, strict=True)))
         finally:
             for old, p in zip(accumulated, self.parameters, strict=True):
                 p.grad = p.grad if old is None else old

@@ -126,15 +126,15 @@ def _unhooked(units: Sequence[nn.Module]) -> Iterator[None]:
     that validated alone would gather other layers than the other processes.
     """
     hooks = [(unit, name) for unit in units for name in ("_forward_pre_hooks", "_forward_hooks")]
-    before = [getattr(unit, name) for unit, name in hooks]
+    saved_hooks = [getattr(unit, name) for unit, name in hooks]
     try:
-        for (unit, name), installed in zip(hooks, before, strict=True):
+        for (unit, name), installed in zip(hooks, saved_hooks, strict=True):
             classes = {key: type(getattr(hook, "__self__", None)).__name__ for key, hook in installed.items()}
             other_hooks = {key: hook for key, hook in installed.items() if classes[key] != "FSDPState"}
             setattr(unit, name, OrderedDict(other_hooks))
         yield
     finally:
-        for (unit, name), installed in zip(hooks, before, strict=True):
+        for (unit, name), installed in zip(hooks, saved_hooks, strict=True):
             setattr(unit, name, installed)
 
 

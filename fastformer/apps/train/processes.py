@@ -154,9 +154,9 @@ class Processes:
             raise TypeError(
                 f"batches: {type(batch).__name__} has no method share(rank, world), which {self.world} processes need"
             )
-        own = batch.share(self.rank, self.world)
-        if own is not None:
-            return own, True
+        share = batch.share(self.rank, self.world)
+        if share is not None:
+            return share, True
         shares = (batch.share(rank, self.world) for rank in range(self.world))
         return next((each for each in shares if each is not None), batch), False
 

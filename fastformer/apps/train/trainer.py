@@ -217,12 +217,12 @@ class Trainer:
     def _validate_and_save(self) -> bool:
         """Validate and save as the configuration asks for; return False if `patience` is used up."""
         self._state.check_finite(self._at.step)
-        paused, best, shown = self._clock(), None, None
+        paused, best, record = self._clock(), None, None
         if self._evaluation is not None:
             self._at.validation_due = True
             if self._state.saved_step < 0:
                 self._save_unrated(INTERIM)
-            value, shown = self._evaluate("validation")
+            value, record = self._evaluate("validation")
             if is_better(self.config.metric, value, self._at.best_value):
                 self._at.best_value, self._at.worse, best = value, 0, value
             else:
@@ -231,7 +231,7 @@ class Trainer:
                 self._schedule.observe(self._state.metrics["loss"])
         self._at.validation_due = False
         self._save(best)
-        self._records.show(shown, best is not None)
+        self._records.show(record, best is not None)
         self._sums.pause(self._clock() - paused)
         return self.config.patience is None or self._at.worse < self.config.patience
 
@@ -266,9 +266,9 @@ class Trainer:
             self._save_unrated()
         # Also if a run that ended, or was killed at this point, is resumed without a longer budget.
         if self._evaluation is not None and not self._state.metrics:
-            value, shown = self._evaluate("validation")
+            value, record = self._evaluate("validation")
             best = self._processes.on_main(lambda: self._state.mark_if_best(self.checkpoints.last(), value))
-            self._records.show(shown, best)
+            self._records.show(record, best)
         if self.config.average > 1 and reason != "interrupted":
             self._average()
         self._records.progress.line(f"ended at step {self._at.step:,}: {reason}")
@@ -276,17 +276,17 @@ class Trainer:
     def _average(self) -> None:
         """Validate and save the average of the last checkpoints; the model keeps its weights."""
         weights = {name: tensor.clone() for name, tensor in self.model.state_dict().items()}
-        metrics, best, shown = self._state.metrics, None, None
+        metrics, best, record = self._state.metrics, None, None
         try:
             self._state.load_average()
             if self._evaluation is not None:
-                value, shown = self._evaluate("average")
+                value, record = self._evaluate("average")
                 best = value if is_better(self.config.metric, value, self.checkpoints.best_value()) else None
             self._state.save_average(best)
         finally:
             put_weights(self.model, weights, self.checkpoints.folder)
             self._state.metrics = metrics
-        self._records.show(shown, best is not None)
+        self._records.show(record, best is not None)
 
     def _seconds(self) -> float:
         return self._clock() - self._start

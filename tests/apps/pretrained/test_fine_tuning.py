@@ -132,7 +132,7 @@ def test_the_run_goes_on_and_is_evaluated(run: Path) -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ("--d-model 64", "d_model: that of"),
+        ("--d-model 64", "d_model: set by the model of"),
         ("--vocabulary 100", "vocabulary has an effect only with tokenizer=bpe"),
         ("--tokenizer bpe", "tokenizer must not be 'bpe' with a model to begin with"),
         ("--resume", "--resume takes its data and model from the run folder"),

@@ -16,7 +16,7 @@ class Terminal:
 
     @property
     def encoding(self) -> str:
-        """Return the stream's encoding."""
+        """The stream's encoding."""
         return getattr(self._stream, "encoding", None) or "utf-8"
 
     def write(self, text: str, flush: bool = False) -> int:

@@ -1,4 +1,4 @@
-"""The embedded corpus: numbers in words, English to French and to German, from grammars written out here.
+"""The embedded corpus: numbers in words, English to French and to German, from grammars in this module.
 
 It needs no network and no licence, a translation is either right or wrong, and the task has real difficulties: French
 counts in scores, has agreement (`quatre-vingts` but `quatre-vingt-un` and `quatre-vingt mille`) and drops the `un` of

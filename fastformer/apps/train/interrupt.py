@@ -25,7 +25,7 @@ class Interrupt:
 
     @property
     def requested(self) -> bool:
-        """Whether a signal came."""
+        """Whether a signal was received."""
         return self.signal is not None
 
     def __enter__(self) -> "Interrupt":

@@ -1,4 +1,4 @@
-"""One stream of records, written as JSON lines, as CSV and, when asked, as TensorBoard events.
+"""One stream of records, written as JSON lines, as CSV and, if `tensorboard` is set, as TensorBoard events.
 
 A record is flat: {"kind": "train", "step": 400, "epoch": 1, "seconds": 12.5, "loss": 3.1}. Its kind is "train", of the
 steps since the record before, "epoch", the mean over all tokens of an epoch, or "validation" or "average".

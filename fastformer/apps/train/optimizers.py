@@ -1,4 +1,4 @@
-"""The optimizer of a configuration.
+"""Build the optimizer of a configuration.
 
 PyTorch's fused implementations are used on every device: one AdamW step over 3.4 M parameters took 2.9 ms on one CPU
 core, 12.6 ms with the for-each and the plain loop implementations (torch 2.13).

@@ -1,4 +1,4 @@
-"""The state of all random generators of training, as values that JSON can hold."""
+"""Seed, save and restore all random generators of training; states are values that JSON can hold."""
 
 import random
 from collections.abc import Iterator

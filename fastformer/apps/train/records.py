@@ -1,4 +1,4 @@
-"""`Records`: what a run writes to its metrics files and shows on the terminal; only process 0 does either."""
+"""`Records`: write a run's metrics files and show progress on the terminal, both in process 0 only."""
 
 import math
 from collections.abc import Callable, Mapping

@@ -21,7 +21,7 @@ class TimeBudget:
 
     def __init__(self, config: TrainConfig, validates: bool) -> None:
         self._limit = None if config.minutes is None else 60 * config.minutes
-        self._at_end = 2 if config.average > 1 else 1  # saves and validations; the average has its own
+        self._at_end = 2 if config.average > 1 else 1  # saves and validations; the average needs one more of each
         self._steps, self._step, self._save = 0, 0.0, 0.0
         self._validation = None if validates else 0.0  # of all held-out data, in steps
         self.trial_seconds = None if self._limit is None else _TRIAL * self._limit
@@ -41,7 +41,7 @@ class TimeBudget:
 
     @property
     def knows_validation(self) -> bool:
-        """Whether a validation, or a part of one, was measured."""
+        """Whether a validation, or a trial on a share of the data, was measured."""
         return self._validation is not None
 
     def must_measure(self, seconds: float) -> bool:

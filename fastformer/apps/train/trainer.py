@@ -1,4 +1,4 @@
-"""`Trainer`: the one training loop, for every model.
+"""`Trainer`: the training loop of all models.
 
 The loop is independent of the task: it takes batches, a function that sums a batch's loss over its real tokens, and a
 function that validates. `update.py` makes a step, `run_state.py` saves and resumes, `records.py` writes and shows

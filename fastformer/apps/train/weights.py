@@ -1,8 +1,8 @@
-"""Weights as safetensors files: written, compared with a model by name, shape and dtype, loaded and averaged.
+"""Write, load and average weights as safetensors files; compare them with a model by name, shape and dtype.
 
 All tensors are compared before one is copied, because torch would cast any dtype to any other. Nothing is unpickled.
 
-Parameters that share memory (tied embeddings) are written once; the file's header names the copies.
+Parameters that share memory (tied embeddings) are written once; the file's header names their other names.
 """
 
 from collections.abc import Iterable, Iterator, Mapping

@@ -1,18 +1,18 @@
 """fastformer: drop-in torch.nn Transformer modules without work on padding.
 
-Names are imported when they are first used: `import fastformer` itself is instant and needs no GPU, no Triton and
-nothing of the extras.
+Names are imported on first use: `import fastformer` itself is instant and needs no GPU, no Triton and no optional
+dependency.
 """
 
 import importlib
 from typing import TYPE_CHECKING, Any
 
-# At once: loading the submodule of the same name later would put the module in the function's place.
+# Imported eagerly: a later import of the submodule `backend` would replace the function of that name.
 from fastformer.backend import allow_nondeterminism, backend, get_backend, set_backend
 
 __version__ = "0.1.0"
 
-_HOME = {
+_MODULE_OF = {
     "convert": "nn.conversion",
     "explain": "functional",
     "revert": "nn.conversion",
@@ -68,8 +68,8 @@ if TYPE_CHECKING:
 
 
 def __getattr__(name: str) -> Any:
-    if name in _HOME:
-        value = getattr(importlib.import_module(f"{__name__}.{_HOME[name]}"), name)
+    if name in _MODULE_OF:
+        value = getattr(importlib.import_module(f"{__name__}.{_MODULE_OF[name]}"), name)
         globals()[name] = value
         return value
     if name in _SUBMODULES:

@@ -5,23 +5,23 @@ import sys
 
 
 def main() -> None:
-    """Run the command line; a Ctrl-C while it is imported, or when it is over, ends the process without a traceback.
+    """Run the command line; Ctrl-C during its import or after its end exits the process without a traceback.
 
-    Both take seconds.
+    Import and shutdown can take seconds.
     """
-    at_ctrl_c = signal.getsignal(signal.SIGINT)
-    ends = at_ctrl_c is signal.default_int_handler  # not where nohup, or a shell's &, has it ignored
-    if ends:
+    sigint_handler = signal.getsignal(signal.SIGINT)
+    is_default = sigint_handler is signal.default_int_handler  # False if nohup, or a shell's &, ignores SIGINT
+    if is_default:
         signal.signal(signal.SIGINT, signal.SIG_DFL)
     from fastformer.apps.cli import main as run
 
-    signal.signal(signal.SIGINT, at_ctrl_c)
+    signal.signal(signal.SIGINT, sigint_handler)
     try:
         run()
-    except KeyboardInterrupt:  # a second one, while what is left of the output waits for its reader
+    except KeyboardInterrupt:  # a second Ctrl-C, while remaining output waits for a pipe's reader
         sys.exit(130)
     finally:
-        if ends:
+        if is_default:
             signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 

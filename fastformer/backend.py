@@ -1,10 +1,10 @@
-"""Which implementation the user asks for: `auto`, `triton` or `reference`.
+"""The requested implementation of the ops: `auto`, `triton` or `reference`.
 
 The choice is held in an object (process-wide) and in a `threading.local` (the innermost `with backend(...)`), both of
 which torch.compile guards: it recompiles on a switch. A read of `os.environ` inside a compiled region would be baked in
 stale, and a ContextVar cannot be read there up to torch 2.13, so the environment is read once, at import.
 
-Whether a request can be met is decided in `fastformer.functional`, next to the call.
+`fastformer.functional.choice` decides whether a request can be met.
 """
 
 import os
@@ -21,10 +21,10 @@ ENVIRONMENT_VARIABLE = "FASTFORMER_BACKEND"
 
 
 class BackendError(RuntimeError):
-    """The backend that was asked for by name cannot run an op; the message says why."""
+    """Raised if a backend that was requested by name cannot run an op; the message gives the reason."""
 
 
-def _checked(name: str, origin: str) -> Backend:
+def _check_name(name: str, origin: str) -> Backend:
     if name not in CHOICES:
         raise ValueError(f"{origin} is {name!r}; it must be one of {', '.join(CHOICES)}")
     return cast(Backend, name)
@@ -32,19 +32,18 @@ def _checked(name: str, origin: str) -> Backend:
 
 class _Process:
     def __init__(self) -> None:
-        # Checked when it is first used, not here: an import that fails would give the command line's users a stack
-        # trace.
+        # Checked on first use, not here: a failing import would show users of the command line a stack trace.
         self.backend: str = os.environ.get(ENVIRONMENT_VARIABLE, "auto")
         self.nondeterminism = False
 
 
 class _Thread(threading.local):
     def __init__(self) -> None:
-        # In the instance: torch.compile puts no guard on a default that the class holds, and would miss the switch.
+        # An instance attribute: torch.compile does not guard class attributes, and would miss a switch.
         self.backend: Backend | None = None
 
 
-# What is asked for: by the innermost `with backend(...)` of this thread, if any, or else by the process.
+# The requested backend: `thread.backend` of the innermost `with backend(...)` if set, else `process.backend`.
 thread, process = _Thread(), _Process()
 
 
@@ -56,18 +55,18 @@ def set_backend(name: Backend) -> None:
             fused kernel applies; "reference" is plain PyTorch.
 
     Raises:
-        ValueError: for any other name.
+        ValueError: name is none of these.
     """
-    process.backend = _checked(name, "backend")
+    process.backend = _check_name(name, "backend")
 
 
 def get_backend() -> Backend:
-    """Return the choice in force: the innermost `with backend(...)`, else `set_backend`, else the environment.
+    """Return the backend in force: the innermost `with backend(...)`, else `set_backend`, else the environment.
 
     Raises:
         ValueError: the environment variable has another value.
     """
-    return thread.backend or _checked(process.backend, ENVIRONMENT_VARIABLE)
+    return thread.backend or _check_name(process.backend, ENVIRONMENT_VARIABLE)
 
 
 def allow_nondeterminism(allowed: bool = True) -> None:
@@ -83,7 +82,7 @@ def allow_nondeterminism(allowed: bool = True) -> None:
 def backend(name: Backend) -> Iterator[None]:
     """Choose the implementation inside a `with` block, in this thread only. Blocks nest."""
     previous = thread.backend
-    thread.backend = _checked(name, "backend")
+    thread.backend = _check_name(name, "backend")
     try:
         yield
     finally:

@@ -1,11 +1,11 @@
-"""Who is looking: every question to torch about compilation, traces, transforms, captures and profilers.
+"""Predicates for torch.compile, export, tracing, torch.func transforms, CUDA-graph capture and profilers.
 
-A program that is compiled, exported, traced or captured is not run for the values at hand: what would be decided by
-these would be wrong for the next. A tensor inside `torch.func.vmap` stands for many. And a mode, a transform or a
-profiler wants to see ops that would otherwise go past the dispatcher.
+A program that is compiled, exported, traced or captured runs for other values too: a decision by the values at hand
+would be wrong for the next ones. A tensor inside `torch.func.vmap` stands for many tensors. Modes, transforms and
+profilers must see ops that would otherwise bypass the dispatcher.
 
-Nothing else names `torch._C` for that. What is asked at every call of an op is torch's own function under a name of
-ours, because a function of ours around it would cost the host as much again.
+No other module uses `torch._C` for these questions. Predicates for every call of an op alias torch's functions,
+because a Python function around them would double their host time.
 """
 
 from typing import Any
@@ -15,7 +15,7 @@ from torch import Tensor
 from torch._subclasses import FakeTensor
 from torch.autograd import forward_ad as forward_ad
 
-compiling = torch.compiler.is_compiling  # Dynamo or export reads this very line
+compiling = torch.compiler.is_compiling  # True while Dynamo or torch.export traces the call
 exporting = torch.compiler.is_exporting  # torch.export, so ONNX too: one program for all batches, compiling() as well
 functorch_level = torch._C._functorch.maybe_current_level  # None outside torch.func
 dispatch_modes = torch._C._len_torch_dispatch_stack  # how many TorchDispatchModes are active
@@ -23,17 +23,17 @@ function_modes = torch._C._len_torch_function_stack  # likewise TorchFunctionMod
 without_subclasses = torch._C.DisableTorchFunctionSubclass  # a context in which subclasses of Tensor are plain tensors
 tracing_state = torch._C._get_tracing_state  # None outside torch.jit.trace
 profiling = torch._C._autograd._profiler_enabled
-current_node = torch._C._current_autograd_node  # of autograd, that is run or whose hook is
-saved_tensors_hooks = torch._C._autograd._top_saved_tensors_default_hooks  # None where saved tensors are kept as such
+current_node = torch._C._current_autograd_node  # the node of autograd that runs, or whose hook runs
+saved_tensors_hooks = torch._C._autograd._top_saved_tensors_default_hooks  # None if tensors are saved unchanged
 
 
 def autocast_on_gpu_has(op: str) -> bool:
-    """Whether autocast on a GPU has a rule for `aten::OP`, which is another thing than to leave it alone."""
+    """Return whether autocast on a GPU has a rule for `aten::OP`; without a rule, autocast does not change the op."""
     return torch._C._dispatch_has_kernel_for_dispatch_key(f"aten::{op}", "AutocastCUDA")
 
 
 def watched() -> bool:
-    """Whether anybody sees the single ops that run, or needs a rule for each: one op for several is another then."""
+    """Return whether something observes single ops or needs a rule for each: no op may then replace several."""
     return (
         compiling()
         or dispatch_modes() > 0
@@ -44,12 +44,12 @@ def watched() -> bool:
 
 
 def transformed() -> bool:
-    """Whether torch.func is at work; nobody can tell while compiling."""
+    """Return whether a transform of torch.func is active; False while compiling, when torch cannot tell."""
     return not compiling() and functorch_level() is not None
 
 
 def batched() -> bool:
-    """Whether a vmap is active; any tensor of an op may then stand for many, be it a weight alone."""
+    """Return whether a vmap is active; any argument of an op may then stand for many tensors, a weight included."""
     return _has_level(torch._C._functorch.TransformType.Vmap)
 
 
@@ -58,7 +58,7 @@ def _has_level(kind: Any) -> bool:
 
 
 def stands_for_many(x: Tensor) -> bool:
-    """Whether x is one of many to vmap, be it inside other transforms of torch.func."""
+    """Return whether x stands for many tensors of a vmap, also inside other transforms of torch.func."""
     functorch = torch._C._functorch
     while functorch.is_functorch_wrapped_tensor(x):
         if functorch.is_batchedtensor(x):
@@ -68,7 +68,7 @@ def stands_for_many(x: Tensor) -> bool:
 
 
 def recorded() -> bool:
-    """Whether a program is made of what runs, by torch.compile, export, a trace or make_fx."""
+    """Return whether the ops that run are recorded as a program, by torch.compile, export, a trace or make_fx."""
     return compiling() or tracing_state() is not None or (dispatch_modes() > 0 and _proxy_mode() is not None)
 
 
@@ -77,22 +77,22 @@ def _proxy_mode() -> Any:
 
 
 def functionalised() -> bool:
-    """Whether torch.func.functionalize is at work, whose tensors have no memory, and which knows no Function."""
+    """Return whether torch.func.functionalize is active; its tensors have no memory, and it supports no Function."""
     return transformed() and _has_level(torch._C._functorch.TransformType.Functionalize)
 
 
 def capturing(x: Tensor) -> bool:
-    """Whether what runs on x's device is captured for a CUDA graph."""
+    """Return whether a CUDA graph captures the work on x's device."""
     return x.is_cuda and torch.cuda.is_current_stream_capturing()
 
 
 def readable(x: Tensor) -> bool:
-    """Whether a tensor has values to look at, where that waits for no device."""
+    """Return whether x has values that may decide what runs, and reading them waits for no device."""
     return x.is_cpu and x.numel() > 0 and has_values(x)
 
 
 def has_values(x: Tensor) -> bool:
-    """Whether the values of a tensor, on whatever device, may decide what runs: they are those of this batch."""
+    """Return whether the values of x, on any device, may decide what runs: they exist, and are those of this batch."""
     if compiling() or tracing_state() is not None or x.is_meta or isinstance(x, FakeTensor):
         return False
     if dispatch_modes() > 0 and recorded():

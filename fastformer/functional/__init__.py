@@ -1,13 +1,13 @@
 """The public ops.
 
 Every op checks its arguments, then runs its fused kernel or the reference: `auto` takes the kernel where it applies,
-`triton` raises with the reason where it does not. `explain` says which it would be, and why.
+`triton` raises with the reason where it does not. `explain` returns the implementation of each op, and the reason.
 """
 
-# A room an op, or a family: signature, checks, reference, registration and autograd Function; the kernels are in the
-# room of the same name in `fastformer_kernels`. `choice` alone decides between implementations.
-# An op hides the room of its name: `functional.attention` is the function. All rooms are loaded here, at once, because
-# loading one later would put the room in the function's place; what is inside is imported by its full name, as in
+# One package per op or family of ops: signature, checks, reference, registration and autograd Function. The kernels are
+# in the package of the same name in `fastformer_kernels`. `choice` alone decides between implementations.
+# An op hides the package of its name: `functional.attention` is the function. All packages are imported here, because a
+# later import would replace the function by the package. Names inside are imported by full path, as in
 # `from fastformer.functional.attention.rules import AttentionRules`.
 
 from fastformer.functional.attention.op import attention, attention_with_weights, packed_attention

@@ -1,4 +1,4 @@
-"""Choose the implementation of a call: the fused kernel, torch's SDPA, or the reference. Nothing else chooses."""
+"""Choose the implementation of a call: the fused kernel, torch's SDPA, or the reference. No other module chooses."""
 
 import importlib.util
 import os
@@ -46,7 +46,7 @@ _WITHOUT_KERNELS_ON_CPU = ("auto", "reference")
 
 @cache
 def _target(device: int) -> str:
-    """Return what kernels are compiled for on a GPU, such as "sm_90" or "gfx942"."""
+    """Return the target that kernels are compiled for on a GPU, such as "sm_90" or "gfx942"."""
     properties = torch.cuda.get_device_properties(device)
     if torch.version.hip is not None:
         return properties.gcnArchName.partition(":")[0]
@@ -54,10 +54,10 @@ def _target(device: int) -> str:
 
 
 def _fault_of_interpreter() -> str | None:
-    """Return why Triton's interpreter cannot run here: that of 3.6 makes a number of an array, as NumPy 2.4 forbids."""
+    """Return why Triton's interpreter cannot run here, or None: Triton 3.6 uses a conversion that NumPy 2.4 forbids."""
     try:
         triton, numpy = ([int(n) for n in metadata.version(name).split(".")[:2]] for name in ("triton", "numpy"))
-    except (metadata.PackageNotFoundError, ValueError):  # builds of somebody's own
+    except (metadata.PackageNotFoundError, ValueError):  # custom builds
         return None
     if triton > [3, 6] or numpy < [2, 4]:
         return None
@@ -70,7 +70,7 @@ _FAULT_OF_INTERPRETER = _fault_of_interpreter() if _TRITON and _INTERPRETED else
 def unsupported(op: str, x: Tensor) -> str | None:
     """Return why no fused kernel can run `op` on a tensor like `x`, or None if one can.
 
-    Triton's interpreter counts only where backend "triton" is asked for: "auto" never takes it.
+    Triton's interpreter runs for backend "triton" only; "auto" never takes it.
     """
     if not _TRITON:
         return f"{op} needs Triton, which is not installed ({INSTALL_TRITON})"
@@ -97,7 +97,7 @@ def unsupported(op: str, x: Tensor) -> str | None:
 
 
 def why_sdpa_takes(q: Tensor, k: Tensor, v: Tensor, rules: AttentionRules, keys: int) -> str | None:
-    """Return why "auto" leaves an attention call that the kernels could run to SDPA, or None if the kernels run it.
+    """Return why "auto" passes an attention call that the kernels support to SDPA, or None if the kernels run it.
 
     SDPA gets plain calls only (`preferences`), with dropout as torch draws it, and none under
     `torch.use_deterministic_algorithms(True)`.
@@ -105,7 +105,7 @@ def why_sdpa_takes(q: Tensor, k: Tensor, v: Tensor, rules: AttentionRules, keys:
     Args:
         q, k, v: dense `[B, H, L, K]`, or packed `[L, H, K]` where all sequences have the same length.
         rules: as `check_attention` and `check_packed_attention` return them.
-        keys: of a sequence.
+        keys: the number of keys of a sequence.
     """
     limited = rules.window is not None or rules.softcap is not None or rules.tensors.count(None) < len(rules.tensors)
     if limited or not (only_causal(rules) if rules.causal else True) or torch.are_deterministic_algorithms_enabled():
@@ -126,20 +126,20 @@ def runs_fused(
     limit: Callable[[], str | None] | None = None,
     slower: Callable[[], str | None] | None = None,
 ) -> bool:
-    """Choose the implementation of one call: return whether the fused kernel takes it.
+    """Return whether the fused kernel runs one call.
 
     Args:
         op: its name in OPS.
-        x: the tensor that decides.
-        limit: returns why this call is beyond the kernel, if its arguments are.
-        slower: returns why "auto" does not take the kernel, although it could, if so.
+        x: the tensor whose device and dtype decide.
+        limit: returns why the kernel does not support the arguments, or None.
+        slower: returns why "auto" does not take the kernel although it supports the call, or None.
 
     Raises:
-        BackendError: backend "triton" was asked for and cannot run this.
+        BackendError: backend "triton" was requested and cannot run this call.
     """
-    choice = thread.backend or process.backend  # as `get_backend` has it, without its calls: each op asks
+    choice = thread.backend or process.backend  # `get_backend` without its calls, because every op runs this
     if choice not in CHOICES:
-        choice = get_backend()  # which raises, with the choices
+        choice = get_backend()  # raises, with the choices
     if choice == "reference" or (choice == "auto" and x.is_cpu):  # the latter without asking why
         return False
     reason = unsupported(op, x)
@@ -153,10 +153,10 @@ def runs_fused(
 
 
 def is_torchs(x: Tensor, weight: Tensor | None, bias: Tensor | None = None) -> bool:
-    """Whether a norm is torch's op on a CPU and nothing else.
+    """Return whether a norm can call torch's op on a CPU at once.
 
-    Asked first, since it takes 0.5 us and all the other questions 1.6: torch.nn.LayerNorm of 14 tokens takes 6.5, of
-    which torch's function around its op has 0.7. What it does not recognise goes the way of all.
+    The first check of a norm, because it takes 0.5 us and all other checks 1.6: torch.nn.LayerNorm of 14 tokens takes
+    6.5, of which torch's function around its op takes 0.7. Other calls go through all checks.
     """
     try:
         dtype = x.dtype
@@ -168,18 +168,18 @@ def is_torchs(x: Tensor, weight: Tensor | None, bias: Tensor | None = None) -> b
             and (thread.backend or process.backend) in _WITHOUT_KERNELS_ON_CPU
             and not function_modes()
         )
-    except AttributeError:  # no tensors
+    except AttributeError:  # not tensors
         return False
 
 
 def check_backend(x: Tensor) -> None:
-    """Raise what the first call of any op would, so that nothing is begun that a backend could never do.
+    """Raise the error that the first call of an op would raise, before work begins that the backend cannot do.
 
     Args:
-        x: `[..., K]` as attention would see it: its device, its dtype and its head size K count.
+        x: `[..., K]`, like an input of attention: its device, dtype and head size K decide.
 
     Raises:
-        BackendError: backend "triton" was asked for and cannot run an op.
+        BackendError: backend "triton" was requested and cannot run an op.
         ValueError: the environment variable names no backend.
     """
     for op in OPS:
@@ -187,10 +187,10 @@ def check_backend(x: Tensor) -> None:
 
 
 def explain(subject: nn.Module | Tensor) -> str:
-    """Say which implementation would run each op on a tensor, or on a module's parameters, and why.
+    """Return which implementation would run each op on a tensor, or on a module's parameters, and why.
 
     Args:
-        subject: a tensor, or a module (its first parameter stands for it).
+        subject: a tensor, or a module, whose first parameter decides.
 
     Returns:
         One line an op: `layer_norm: reference (…reason…)`. Where torch's SDPA takes a part of an op's calls, the line
@@ -219,7 +219,7 @@ def explain(subject: nn.Module | Tensor) -> str:
 
 
 def _calls_of_sdpa(op: str, x: Tensor) -> str:
-    """Say which calls of an op SDPA takes under "auto", and why; x: `[B, H, L, K]` states a head size, others none."""
+    """Return which calls of an op SDPA takes under "auto", and why; the head size is known if x is `[B, H, L, K]`."""
     calls = {"attention": "plain calls", "packed_attention": "plain calls of sequences of one length"}.get(op)
     if calls is None:
         return ""

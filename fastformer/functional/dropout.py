@@ -1,4 +1,4 @@
-"""Dropout by itself, which has no kernel of its own: where the work is, the other ops have it inside.
+"""Dropout by itself, in plain PyTorch: it needs no kernel, because the other ops include their dropout.
 
 It draws from torch's generators; on a CPU 16 random bits an element, as torch's Bernoulli sampling costs as much as the
 matrix product beside it (docs/kernels/shared.md). The keep probability is quantised to 1/65536, and the quantised value
@@ -32,11 +32,11 @@ def dropout(x: Tensor, p: float) -> Tensor:
 
 
 def drop(x: Tensor, p: float) -> Tensor:
-    """`dropout` without its checks, for the references of the other ops."""
+    """Apply `dropout` without its checks, for the references of the other ops."""
     if p == 0.0:
         return x
-    # vmap may ask for other numbers in each row, and bits that are drawn here belong to no row; a trace knows no view
-    # of bits, and no number of elements.
+    # vmap may require other random numbers in each row, which bits drawn here do not have; a trace supports neither the
+    # view of bits nor the number of elements.
     if compiling() or tracing_state() is not None or x.device.type != "cpu" or p == 1.0:
         return F.dropout(x, p)
     if x.numel() <= _FEW or transformed():

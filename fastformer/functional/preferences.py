@@ -2,7 +2,7 @@
 
 A plain call is one that torch's `scaled_dot_product_attention` (SDPA) computes with a fused backend: dense heads, with
 or without causality and dropout, and no mask, lengths, window, softcap, bias or sinks. Backend "auto" takes SDPA where
-the kernels are slower, and where nothing is known. A measured row replaces the rows of its GPU: put it before them.
+the kernels are slower, and where no row has a speed. A measured row replaces the rows of its GPU: put it before them.
 """
 
 from typing import Literal, NamedTuple
@@ -17,7 +17,7 @@ NVIDIA = ("sm_80", "sm_86", "sm_90", "sm_100")
 
 
 class Preference(NamedTuple):
-    """How fast the kernels are in some plain calls, as a multiple of SDPA's speed: SDPA's time over theirs."""
+    """The speed of the kernels in some plain calls as a multiple of SDPA's: SDPA's time over the kernels' time."""
 
     architectures: tuple[str, ...]  # of `fastformer_kernels.host.architecture`
     dtypes: tuple[torch.dtype, ...]
@@ -34,7 +34,7 @@ _FP32, _ALL = (torch.float32,), (torch.float32, *SIXTEEN_BITS)
 _BOTH: tuple[Use, ...] = ("inference", "training")
 _COUNTS = "docs/kernels/predictions.md, against cuDNN"
 
-# A call follows the first row that fits it.
+# A call takes the first row that fits it.
 PREFERENCES: tuple[Preference, ...] = (
     Preference(
         *(NVIDIA, _ALL, ("decoding",), 256, None, 1.0, "predicted", "2026-11-26"),
@@ -55,7 +55,7 @@ PREFERENCES: tuple[Preference, ...] = (
 
 
 def preference(architecture: str | None, dtype: torch.dtype, use: Use, head_size: int, keys: int) -> Preference | None:
-    """Return the row that a plain call follows, or None if nothing is known of such calls."""
+    """Return the row that a plain call takes, or None if no row fits it."""
     for row in PREFERENCES:
         if architecture in row.architectures and dtype in row.dtypes and use in row.uses:
             if head_size <= row.largest_head and (row.longest is None or keys <= row.longest):

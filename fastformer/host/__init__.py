@@ -1,1 +1,1 @@
-"""What the host does around a call: devices and transfers, calls of autograd Functions, steps launched whole."""
+"""Host code around ops: devices and transfers, registration and autograd Functions, autocast, CUDA graphs."""

@@ -2,8 +2,8 @@
 
 torch casts a parameter where a matrix product first meets it, and its gradient on the way back: a kernel each, 266 in a
 step of 6+6 layers. Within `cast_together` one op casts all parameters, and one all their gradients: some 8 launches.
-The numbers are those of torch: the gradients of what is used twice are added in 16 bits, as those of its cached casts.
-Only those who ask (`devices.in_autocast`) get such a copy: a module's parameters stay what they are.
+Numbers are equal to torch's: gradients of a parameter that is used twice are added in 16 bits, as with torch's cached
+casts. Only callers of `devices.in_autocast` get such a copy; the parameters of modules do not change.
 """
 
 from collections.abc import Iterator, Sequence
@@ -21,16 +21,16 @@ def cast_together(parameters: Sequence[Tensor], dtype: torch.dtype | None) -> It
     """Cast parameters once for a forward pass in this thread, whose backward casts their gradients once.
 
     Args:
-        parameters: fp32, each once; those without `requires_grad` are left to autocast.
-        dtype: that autocast is on with; None: nothing is cast.
+        parameters: fp32, without repetitions; autocast itself casts those without `requires_grad`.
+        dtype: autocast's dtype; None: nothing is cast.
     """
-    given = [p for p in parameters if p.requires_grad] if dtype is not None and torch.is_grad_enabled() else []
-    if not given:
+    trainable = [p for p in parameters if p.requires_grad] if dtype is not None and torch.is_grad_enabled() else []
+    if not trainable:
         yield
         return
-    cast = _CastTogether.apply(dtype, *given)  # type: ignore[no-untyped-call]
+    cast = _CastTogether.apply(dtype, *trainable)  # type: ignore[no-untyped-call]
     before = copies.of
-    copies.of = {id(p): (p, p._version, copy) for p, copy in zip(given, cast, strict=True)}
+    copies.of = {id(p): (p, p._version, copy) for p, copy in zip(trainable, cast, strict=True)}
     try:
         yield
     finally:
@@ -38,12 +38,12 @@ def cast_together(parameters: Sequence[Tensor], dtype: torch.dtype | None) -> It
 
 
 class _CastTogether(torch.autograd.Function):
-    """dtype, parameters -> their copies."""
+    """dtype, parameters -> copies of the parameters."""
 
     @staticmethod
     def forward(ctx: Any, dtype: torch.dtype, *parameters: Tensor) -> tuple[Tensor, ...]:
         ctx.set_materialize_grads(False)
-        ctx.parameters = parameters  # for their layout: what becomes of their values is no matter
+        ctx.parameters = parameters  # for their layout; their values may change
         cast = tuple([torch.empty_like(p, dtype=dtype) for p in parameters])
         torch._foreach_copy_(cast, parameters)
         return cast
@@ -54,5 +54,5 @@ class _CastTogether(torch.autograd.Function):
         used = [(grad, p) for grad, p in zip(grads, ctx.parameters, strict=True) if grad is not None]
         cast = [torch.empty_like(p) for _, p in used]
         torch._foreach_copy_(cast, [grad for grad, _ in used])
-        found = iter(cast)
-        return None, *(None if grad is None else next(found) for grad in grads)
+        gradients = iter(cast)
+        return None, *(None if grad is None else next(gradients) for grad in grads)

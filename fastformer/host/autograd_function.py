@@ -1,18 +1,17 @@
-"""From an op to its kernels: launchers registered as torch ops, and what the autograd Functions around them share.
+"""From an op to its kernels: launchers registered as torch ops, and helpers of the autograd Functions around them.
 
 **Registration.** An op has a schema, a launcher and a fake, so that torch.compile, fake tensors and opcheck understand
 it; it carries no autograd: the `autograd.Function` beside it does, and all differentiable use goes through that.
 Ops are defined by hand in a Library, which costs a fifth of `custom_op` a call, and unlike `triton_op` can be traced
-under the interpreter; a call that nobody else looks at goes to the launcher itself. What each way costs stands in
-docs/kernels/shared.md. Triton is imported by the first call of an op, never by `import fastformer`.
+under the interpreter; a call that no mode, transform, trace or profiler observes runs the launcher directly.
+docs/kernels/shared.md has the costs. Triton is imported by the first call of an op, never by `import fastformer`.
 
 **Functions.** `Function.apply` of a Function with `setup_context`, which functorch asks for, binds its arguments by
 name at every call (`inspect.signature`): a third of the host time of a fused layer norm. Small batches on a GPU wait
-for the host. From torch 2.15 on it is the C++ behind both that binds, so that only calls without a gradient are spared.
+for the host. From torch 2.15 on, C++ code behind both binds them, so that only calls without a gradient are faster.
 
 **Second derivatives.** Kernels have a first derivative only. Where a gradient is itself to be differentiated
-(`create_graph=True`, `torch.func`), backward differentiates the plain formula of the op instead, which the op hands
-over.
+(`create_graph=True`, `torch.func`), backward differentiates the op's plain formula instead, an input of the Function.
 """
 
 import importlib
@@ -38,10 +37,10 @@ from fastformer.modes import (
 
 Formula = Callable[..., Tensor | tuple[Tensor, ...]]
 
-LAUNCHERS: dict[str, str] = {}  # op -> `ROOM.FILE.FUNCTION` in fastformer_kernels
+LAUNCHERS: dict[str, str] = {}  # op -> `PACKAGE.FILE.FUNCTION` in fastformer_kernels
 _PLAIN = {Tensor, torch.nn.Parameter, type(None), bool, int, float, str, list, torch.dtype}
 _SEEDS = 64  # a step of 6+6 layers takes 62
-NAMESPACE = __name__.split(".")[0]  # `fastformer`, or a name of its own where the package was loaded as another
+NAMESPACE = __name__.split(".")[0]  # `fastformer`, or the name under which the package was loaded
 _LIBRARY = torch.library.Library(NAMESPACE, "DEF")  # type: ignore[no-untyped-call]
 
 
@@ -57,10 +56,10 @@ def define(schema: str, launcher: str, fake: Callable[..., Any]) -> Callable[...
     """Define the op `fastformer::NAME`.
 
     Args:
-        schema: `NAME(Tensor x, float eps) -> (Tensor, Tensor)`; what is written to is `Tensor(a!)`.
-        launcher: `ROOM.FILE.FUNCTION` in fastformer_kernels, called with the op's arguments.
-        fake: takes those of the op's arguments that it names, as the schema does, and returns empty tensors of the
-            shapes, dtypes and strides of the results.
+        schema: `NAME(Tensor x, float eps) -> (Tensor, Tensor)`; a tensor that is written to is `Tensor(a!)`.
+        launcher: `PACKAGE.FILE.FUNCTION` in fastformer_kernels, called with the op's arguments.
+        fake: its parameters are arguments of the op, named as in the schema; returns empty tensors of the shapes,
+            dtypes and strides of the results.
 
     Returns:
         A function of the op's arguments that calls it.
@@ -76,7 +75,7 @@ def define(schema: str, launcher: str, fake: Callable[..., Any]) -> Callable[...
     def run(*args: Any) -> Any:
         return _launcher(module, function)(*args)
 
-    # On CPU tensors a launcher runs in Triton's interpreter, or raises; `choice.unsupported` keeps others away from it.
+    # On CPU tensors a launcher runs in Triton's interpreter, or raises; `choice.unsupported` excludes other devices.
     for key in ("CUDA", "CPU"):
         _LIBRARY.impl(name, run, key)  # type: ignore[no-untyped-call]
     torch.library.register_fake(f"{NAMESPACE}::{name}", lambda *args: fake(*[args[i] for i in places]), lib=_LIBRARY)
@@ -91,7 +90,7 @@ def define(schema: str, launcher: str, fake: Callable[..., Any]) -> Callable[...
 
 
 def _observed(args: tuple[Any, ...]) -> bool:
-    """Whether a mode, a transform, a trace or a profiler is to see the op, or an argument is a tensor with its own."""
+    """Return whether a mode, transform, trace or profiler must see the op, or an argument is a subclass of Tensor."""
     return (
         dispatch_modes() > 0
         or functorch_level() is not None
@@ -102,12 +101,12 @@ def _observed(args: tuple[Any, ...]) -> bool:
 
 
 def call(function: type[torch.autograd.Function], *args: Any) -> Any:
-    """Do what `function.apply(*args)` does; every parameter of `forward` must be given, in order.
+    """Call `function.apply(*args)` at less cost; args are all parameters of `forward`, in order.
 
-    Where nothing is to be differentiated, `forward` runs by itself.
+    If no gradient is needed, `forward` runs directly.
     """
     compiles = compiling()
-    # torch.func and forward-mode differentiation look on even without `requires_grad`.
+    # torch.func and forward-mode differentiation must see the Function even without `requires_grad`.
     if not compiles and (functorch_level() is not None or forward_ad._current_level >= 0):
         return function.apply(*args)  # type: ignore[no-untyped-call]
     if torch.is_grad_enabled():
@@ -120,17 +119,17 @@ def call(function: type[torch.autograd.Function], *args: Any) -> Any:
 
 
 def _distinct(args: tuple[Any, ...]) -> list[Any]:
-    """Return a view of what is there before: torch.compile (2.13) takes no Function that is given one tensor twice."""
-    found: list[Any] = []
+    """Replace repeated tensors by views, because torch.compile (2.13) rejects a Function with one tensor twice."""
+    distinct: list[Any] = []
     for x in args:
-        found.append(x.view_as(x) if isinstance(x, Tensor) and any(x is y for y in found) else x)
-    return found
+        distinct.append(x.view_as(x) if isinstance(x, Tensor) and any(x is y for y in distinct) else x)
+    return distinct
 
 
 class _Seeds(threading.local):
-    """Seeds that were drawn together, by device; None: each is drawn alone."""
+    """Unused seeds of a joint draw, by device; None: each seed is drawn alone."""
 
-    waiting: dict[torch.device, list[Tensor]] | None = None
+    unused: dict[torch.device, list[Tensor]] | None = None
 
 
 _seeds = _Seeds()
@@ -139,27 +138,27 @@ _seeds = _Seeds()
 @contextmanager
 def seeds_together() -> Iterator[None]:
     """Draw the seeds of this thread's dropout masks `_SEEDS` at a time, in place of a kernel each."""
-    before, _seeds.waiting = _seeds.waiting, {}
+    before, _seeds.unused = _seeds.unused, {}
     try:
         yield
     finally:
-        _seeds.waiting = before
+        _seeds.unused = before
 
 
 def dropout_seed(x: Tensor) -> Tensor:
     """Draw the seed of one dropout mask, int64 `[1]`, from the generator of x's device.
 
     Drawn by torch on the device: `manual_seed`, `fork_rng` and activation checkpointing reproduce it, a CUDA graph
-    draws a new one at each replay, and nothing waits.
+    draws a new one at each replay, and the host waits for nothing.
     """
-    if compiling() or _seeds.waiting is None or not torch.is_grad_enabled() or saved_tensors_hooks(True) is not None:
-        # Checkpointing, which is such a hook or takes the gradient away, draws again from the generator as it was here.
+    if compiling() or _seeds.unused is None or not torch.is_grad_enabled() or saved_tensors_hooks(True) is not None:
+        # Checkpointing sets such a hook or disables gradients, and draws again from the generator's state of this call.
         return _draw(x, 1)
-    waiting = _seeds.waiting.get(x.device)
-    if not waiting:
-        # Each on 16 bytes, as a tensor of its own would be: kernels are compiled for where a pointer points.
-        waiting = _seeds.waiting[x.device] = list(_draw(x, 2 * _SEEDS).view(_SEEDS, 2)[:, :1].unbind())
-    return waiting.pop()
+    unused = _seeds.unused.get(x.device)
+    if not unused:
+        # Each aligned to 16 bytes, like a separate tensor: kernels are compiled for the alignment of a pointer.
+        unused = _seeds.unused[x.device] = list(_draw(x, 2 * _SEEDS).view(_SEEDS, 2)[:, :1].unbind())
+    return unused.pop()
 
 
 def _draw(x: Tensor, count: int) -> Tensor:
@@ -167,11 +166,11 @@ def _draw(x: Tensor, count: int) -> Tensor:
 
 
 def eager_formula(plain: Formula, *others: Tensor | None) -> Formula | None:
-    """Hand an op's plain formula to its fused Function, for second derivatives; torch.compile has none.
+    """Return an op's plain formula for its fused Function, for second derivatives; torch.compile supports none.
 
     Args:
         plain: a function of the op's differentiable inputs.
-        others: the tensors of the caller that it uses besides, which must be unchanged by then.
+        others: other tensors of the caller that the formula reads, which must not change before backward.
     """
     if compiling():
         return None
@@ -193,10 +192,10 @@ def eager_formula(plain: Formula, *others: Tensor | None) -> Formula | None:
 
 
 def twice(op: str, formula: Formula | None, seed: Tensor | None = None) -> bool:
-    """Whether a backward pass must be differentiable itself, and thus go through `formula`.
+    """Return whether a backward pass must be differentiable itself, and so must use `formula`.
 
     Raises:
-        RuntimeError: it must, and the op dropped elements by a seed, which the formula cannot.
+        RuntimeError: it must, and the op dropped elements by a seed, which the formula cannot repeat.
     """
     if formula is None or not torch.is_grad_enabled():
         return False
@@ -206,26 +205,26 @@ def twice(op: str, formula: Formula | None, seed: Tensor | None = None) -> bool:
 
 
 def plain_gradients(
-    formula: Formula, inputs: Sequence[Tensor | None], wanted: Sequence[bool], grads: Sequence[Tensor | None]
+    formula: Formula, inputs: Sequence[Tensor | None], needs_grad: Sequence[bool], grads: Sequence[Tensor | None]
 ) -> tuple[Tensor | None, ...]:
-    """Differentiate `formula(*inputs)` in a differentiable way.
+    """Return the gradients of `formula(*inputs)`, which are differentiable themselves.
 
     Args:
         formula: the op in plain PyTorch, a function of the op's differentiable inputs.
-        inputs: those, in order; None where not given.
-        wanted: for each, whether its gradient is wanted.
-        grads: of the formula's outputs; None where an output plays no part.
+        inputs: the arguments of formula, in order; None for an absent one.
+        needs_grad: for each input, whether to compute its gradient.
+        grads: of the formula's outputs; None for an output that the loss does not use.
 
     Returns:
         A gradient, or None, for each input.
     """
-    # Each gradient is that of one place: not of the other places where the same tensor is given, nor of what another
-    # input was made of it (weights tied to an embedding, the residual that a sublayer started from).
+    # Views give each input a gradient of its own, apart from other uses of the same tensor: as another input, or in the
+    # computation of another input (weights tied to an embedding, the residual that a sublayer started from).
     inputs = [x if x is None else x.view_as(x) for x in inputs]
     outputs = formula(*inputs)
     outputs = (outputs,) if isinstance(outputs, Tensor) else outputs
     used = [(out, grad.to(out.dtype)) for out, grad in zip(outputs, grads, strict=True) if grad is not None]
-    sources: list[Any] = [x for x, needed in zip(inputs, wanted, strict=True) if needed]
+    sources: list[Any] = [x for x, needed in zip(inputs, needs_grad, strict=True) if needed]
     roots, directions = [out for out, _ in used], [grad for _, grad in used]
-    found = iter(torch.autograd.grad(roots, sources, directions, create_graph=True, allow_unused=True))
-    return tuple(next(found) if needed else None for needed in wanted)
+    gradients = iter(torch.autograd.grad(roots, sources, directions, create_graph=True, allow_unused=True))
+    return tuple(next(gradients) if needed else None for needed in needs_grad)

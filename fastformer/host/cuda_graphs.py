@@ -1,7 +1,7 @@
-"""CUDA graphs: a step that is launched whole, where the host is what it waits for.
+"""CUDA graphs: a whole step in one launch, for steps that wait for the host.
 
 A graph repeats launches as they were recorded: the same kernels, the same memory, the same numbers. So a step must read
-what changes from tensors that stay where they are, and leave its results in such tensors.
+changing values from tensors at fixed addresses, and write its results to such tensors.
 
 Not measured on a GPU.
 """
@@ -19,33 +19,33 @@ Step = Callable[[], Any]
 
 
 class Recorded(NamedTuple):
-    """A step that was captured: what repeats it, and what it returned, whose tensors then hold the results."""
+    """A captured step: the function that replays it, and its output, whose tensors hold the results of a replay."""
 
     replay: Callable[[], object]
     output: Any
 
 
 class Recorder(Protocol):
-    """What captures steps."""
+    """Captures steps on a device."""
 
     @property
     def failures(self) -> int:
-        """Captures that failed so far, of all recorders of the device; what was captured before must not run again."""
+        """Number of failed captures on the device; steps captured before the last failure must not run again."""
 
     def warm_up(self, step: Step) -> Any:
-        """Run a step where it will be captured, and return what it returns."""
+        """Run a step on the stream of captures, and return its output."""
 
     def capture(self, step: Step) -> Recorded:
-        """Capture a step without running it; RuntimeError where it cannot be."""
+        """Capture a step without running it; raise RuntimeError if it cannot be captured."""
 
 
 def capture_or_warn(recorder: Recorder, step: Step, what: str) -> Recorded | None:
-    """Capture a step; None where it cannot be, after a RuntimeWarning with the reason.
+    """Capture a step; if that fails, warn with the reason (RuntimeWarning) and return None.
 
     Args:
-        recorder: that captures.
-        step: what is captured.
-        what: goes on without CUDA graphs then.
+        recorder: captures the step.
+        step: to capture.
+        what: begins the warning, "… goes on without CUDA graphs".
     """
     try:
         return recorder.capture(step)
@@ -57,53 +57,53 @@ def capture_or_warn(recorder: Recorder, step: Step, what: str) -> Recorded | Non
 
 
 def capture(step: Step, index: int, pool: Any = None) -> tuple[torch.cuda.CUDAGraph, Any]:
-    """Capture a step on the current stream, which must not be the default one: the graph, and what the step returned.
+    """Return the graph of a step and its output, captured on the current stream, which must not be the default one.
 
-    Where that fails, its own error is raised, random numbers can be drawn and memory allocated as before. But graphs
-    that were captured before must not run any more: the generator has another state, and theirs still is of a capture.
+    If that fails, the step's error is raised; random numbers can be drawn and memory allocated as before. But graphs
+    captured earlier must not run any more: the generator has a new state, and these graphs still use the old one.
 
     Args:
-        step: has run there before, so that kernels are compiled and libraries have allocated.
+        step: has run on this stream, so that kernels are compiled and libraries have allocated.
         index: of the current device.
-        pool: of an earlier graph, whose memory may be taken; None: a new one.
+        pool: of an earlier graph, whose memory may be reused; None: a new one.
     """
     graph = torch.cuda.CUDAGraph()
     pool = torch.cuda.graph_pool_handle() if pool is None else pool
-    # Other threads may do as they like: with "global", a batch that one of them loads ends the capture.
+    # With "global", a batch that another thread loads would end the capture.
     graph.capture_begin(pool=pool, capture_error_mode="thread_local")
     try:
         try:
             output = step()
         except BaseException:
-            with suppress(RuntimeError):  # that it broke off; why is what the step raised
+            with suppress(RuntimeError):  # that the capture broke off; the step's error is the reason
                 graph.capture_end()
             raise
         graph.capture_end()
     except BaseException:
-        # A capture that breaks off leaves the generator refusing to draw, the allocator in the graph's pool.
+        # A broken capture leaves a generator that refuses to draw, and an allocator that uses the graph's pool.
         _failures[index] += 1
         generator = torch.cuda.default_generators[index]
         generator.graphsafe_set_state(generator.clone_state())
         with suppress(RuntimeError):
             torch._C._cuda_endAllocateToPool(index, pool)
             torch._C._cuda_releasePool(index, pool)
-        # Where the end fails before it comes to that, the allocator of pinned memory goes on asking whether the capture
-        # is on, a question to the driver an allocation, and refuses this pool to another capture; Python has no call
-        # that ends it. So whoever captures again must not give this pool.
+        # If capture_end fails earlier, the allocator of pinned memory keeps asking the driver at each allocation if
+        # the capture is active, and refuses this pool to another capture; Python has no call that ends this. So the
+        # next capture must not use this pool.
         raise
     return graph, output
 
 
 def recorder(device: torch.device, keeps_memory: bool) -> Recorder | None:
-    """Return what captures steps on a device, or None where nothing can; keeps_memory: see `CudaRecorder`."""
+    """Return a recorder of a device, or None if the device has no graphs; keeps_memory: see `CudaRecorder`."""
     return CudaRecorder(device, keeps_memory) if device.type == "cuda" else None
 
 
-class _Home:
-    """What captures one after another share, by way of `_idle`: a stream, and the pool of the last graph.
+class _CaptureResources:
+    """A stream and the pool of the last graph, which successive recorders share through `_idle`.
 
-    cuBLAS keeps a workspace of up to 32 MiB for each stream that it meets, and memory that a graph's pool has taken
-    from the driver goes to nobody else as long as a graph of that pool lives.
+    cuBLAS keeps a workspace of up to 32 MiB for each stream, and memory of a graph's pool is not returned to the driver
+    as long as a graph of that pool exists.
     """
 
     def __init__(self, index: int) -> None:
@@ -111,68 +111,68 @@ class _Home:
         self.last: torch.cuda.CUDAGraph | None = None  # keeps the pool
 
 
-_idle: dict[int, list[_Home]] = {}  # by device; what a recorder has is its own for as long as it lives
+_idle: dict[int, list[_CaptureResources]] = {}  # by device; a recorder owns its resources while it exists
 _failures: Counter[int] = Counter()  # by device
 
 
-def _retire(idle: list[_Home], home: _Home, keeps_memory: bool) -> None:
+def _retire(idle: list[_CaptureResources], resources: _CaptureResources, keeps_memory: bool) -> None:
     if not keeps_memory:
-        home.last = None
-    idle.append(home)
+        resources.last = None
+    idle.append(resources)
 
 
 class CudaRecorder:
-    """Captures CUDA graphs as torch's notes describe it, on a stream beside the current one.
+    """Captures CUDA graphs as torch's notes describe, on a stream of its own.
 
     Args:
         device: a CUDA device.
-        keeps_memory: what its graphs have taken is kept for the next recorder, when this one and they are no more.
+        keeps_memory: keep the memory of its graphs for the next recorder after this one and its graphs are deleted.
     """
 
     def __init__(self, device: torch.device, keeps_memory: bool) -> None:
         self.index = torch.cuda.current_device() if device.index is None else device.index
         idle = _idle.setdefault(self.index, [])
         try:
-            self.home = idle.pop()
+            self.resources = idle.pop()
         except IndexError:
-            self.home = _Home(self.index)
-        weakref.finalize(self, _retire, idle, self.home, keeps_memory)
+            self.resources = _CaptureResources(self.index)
+        weakref.finalize(self, _retire, idle, self.resources, keeps_memory)
 
     @property
     def failures(self) -> int:
-        """Captures that failed so far, of all recorders of the device; what was captured before must not run again."""
+        """Number of failed captures on the device; steps captured before the last failure must not run again."""
         return _failures[self.index]
 
     def warm_up(self, step: Step) -> Any:
-        """Run a step on the stream that it will be captured on."""
-        with self._beside():
+        """Run a step on the stream of captures, and return its output."""
+        with self._on_capture_stream():
             return step()
 
     def capture(self, step: Step) -> Recorded:
         """Capture a step without running it.
 
-        All that a recorder captures shares one pool of memory: what a graph leaves there, its output too, is lost when
-        another one runs. Tensors from outside keep their values.
+        All graphs of a recorder share one pool of memory: a graph's tensors there, its output included, are lost when
+        another graph runs. Tensors from outside keep their values.
 
         Raises:
-            RuntimeError: it waits for the device, or does something else that a graph cannot hold; random numbers can
-                be drawn and memory allocated as before.
+            RuntimeError: the step waits for the device, or does something else that a graph cannot contain; random
+                numbers can be drawn and memory allocated as before.
         """
-        # Where the capture fails for want of memory, that of the pool is free once the caller drops its graphs.
-        last, self.home.last = self.home.last, None
-        with self._beside():
+        # If the capture runs out of memory, the pool's memory is free once the caller deletes its graphs.
+        last, self.resources.last = self.resources.last, None
+        with self._on_capture_stream():
             graph, output = capture(step, self.index, None if last is None else last.pool())
-        self.home.last = graph
+        self.resources.last = graph
         return Recorded(graph.replay, output)
 
     @contextmanager
-    def _beside(self) -> Iterator[None]:
-        """Work on the stream of captures, after what the current one was given and before what it will be given."""
-        # So what is freed on one of them is taken again on the same only after the other has read it.
+    def _on_capture_stream(self) -> Iterator[None]:
+        """Work on the stream of captures, after earlier work of the current stream and before its later work."""
+        # So memory freed on one stream is reused there only after the other stream has read it.
         current = torch.cuda.current_stream(self.index)
-        self.home.stream.wait_stream(current)
+        self.resources.stream.wait_stream(current)
         try:
-            with torch.cuda.stream(self.home.stream):
+            with torch.cuda.stream(self.resources.stream):
                 yield
         finally:
-            current.wait_stream(self.home.stream)
+            current.wait_stream(self.resources.stream)

@@ -1,9 +1,9 @@
-"""Arguments of ops: the check that tensors are on one device, what autocast makes of them, copies from the CPU in one
-transfer, and the checks of numbers and choices.
+"""Arguments of ops: the check that tensors are on one device, casts for autocast, copies from the CPU in one transfer,
+and the checks of numbers and choices.
 
-A kernel takes addresses, and one of another device is an illegal access, or a slow one. So every op asks here, first,
-before anything runs. Tensors without dimensions are no exception, though torch takes them from the CPU as numbers: what
-our ops take as a number is a Python number.
+A kernel takes addresses, and an address of another device is an illegal access, or a slow one. So every op first checks
+its tensors here. That includes tensors without dimensions, which torch takes from the CPU as numbers: fastformer's ops
+take Python numbers.
 """
 
 import threading
@@ -16,11 +16,11 @@ from torch import Tensor, nn
 
 from fastformer.modes import compiling
 
-_ALIGNMENT = 128  # bytes; what torch's own tensors begin at: kernels are compiled for multiples of 16
+_ALIGNMENT = 128  # bytes; a multiple of 16, for which kernels are compiled
 
 
 class DeviceError(ValueError, RuntimeError):
-    """A tensor is on another device than the first of its call; torch answers that with RuntimeError."""
+    """A tensor is on another device than the first tensor of its call; torch raises RuntimeError for that."""
 
 
 def check_tensors(
@@ -30,7 +30,7 @@ def check_tensors(
 
     Args:
         names: of all of them, in this order.
-        first: says which device.
+        first: on the device that is required.
         others: required, too.
         optional: each a tensor or None.
 
@@ -53,42 +53,42 @@ def check_tensors(
 
 
 def check_types(names: tuple[str, ...], *tensors: object) -> None:
-    """Raise TypeError unless all are tensors, on whatever device: hooks may move them before they meet."""
+    """Raise TypeError unless all are tensors; their devices may differ, because hooks may move them."""
     for name, x in zip(names, tensors, strict=True):
         if not isinstance(x, Tensor):
             raise TypeError(f"{name} must be a Tensor, not {type(x).__name__}")
 
 
 def check_masks(names: tuple[str, ...], *masks: object) -> None:
-    """Raise TypeError unless each mask is a tensor or None, on whatever device."""
+    """Raise TypeError unless each mask is a tensor or None; devices may differ."""
     for name, mask in zip(names, masks, strict=True):
         if mask is not None and not isinstance(mask, Tensor):
             check_types((name,), mask)
 
 
-def _refuse(names: tuple[str, ...], found: Sequence[object], required: int) -> NoReturn:
-    """Say which is no tensor, or else which is on another device than the first."""
-    given = {name: x for i, (name, x) in enumerate(zip(names, found, strict=True)) if i < required or x is not None}
-    check_types(tuple(given), *given.values())
-    first, *others = ((name, x.device) for name, x in given.items() if isinstance(x, Tensor))
+def _refuse(names: tuple[str, ...], tensors: Sequence[object], required: int) -> NoReturn:
+    """Raise TypeError for an argument that is no tensor, else DeviceError for a tensor on another device."""
+    named = {name: x for i, (name, x) in enumerate(zip(names, tensors, strict=True)) if i < required or x is not None}
+    check_types(tuple(named), *named.values())
+    first, *others = ((name, x.device) for name, x in named.items() if isinstance(x, Tensor))
     name, device = next(other for other in others if other[1] != first[1])
     raise DeviceError(f"{name} is on {device}, {first[0]} on {first[1]}: all must be on one device")
 
 
 def autocasts(x: Tensor) -> bool:
-    """Whether autocast is on for the device of x; it knows no "meta", where nothing is computed."""
+    """Return whether autocast is on for the device of x; False on "meta", which autocast does not know."""
     return not x.is_meta and torch.is_autocast_enabled(x.device.type)
 
 
 def product_dtype(x: Tensor) -> torch.dtype:
-    """The dtype of a matrix product with x: that of autocast where it is on, which leaves fp64 alone."""
+    """Return the dtype of a matrix product with x: autocast's dtype if autocast is on, unless x is fp64."""
     if x.dtype == torch.float64 or x.is_meta or not torch.is_autocast_enabled(x.device.type):
         return x.dtype
     return torch.get_autocast_dtype(x.device.type)
 
 
 class _Copies(threading.local):
-    """Of each parameter that was cast together with others: itself, its version then, and its copy."""
+    """Copies of parameters that were cast together, by id: (parameter, version when it was cast, copy)."""
 
     of: dict[int, tuple[Tensor, int, Tensor]] | None = None
 
@@ -97,35 +97,35 @@ copies = _Copies()
 
 
 def in_autocast(parameter: Tensor | None) -> Any:
-    """Return the copy of a parameter in the dtype of autocast where it has one, else itself, which torch then casts."""
+    """Return the copy of a parameter in autocast's dtype, or without a copy the parameter, which torch then casts."""
     if compiling() or copies.of is None or parameter is None:
         return parameter
-    found = copies.of.get(id(parameter))
-    if found is None or found[1] != parameter._version:
+    cached = copies.of.get(id(parameter))
+    if cached is None or cached[1] != parameter._version:
         return parameter
-    device, copy = parameter.device.type, found[2]
+    device, copy = parameter.device.type, cached[2]
     on = torch.is_autocast_enabled(device) and torch.get_autocast_dtype(device) == copy.dtype
     return copy if on else parameter
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """Return `F.linear`, with the copies of the parameters in the dtype of autocast where they have some."""
+    """Return `F.linear`, with copies of the parameters in autocast's dtype where there are copies."""
     if compiling() or copies.of is None:
         return F.linear(x, weight, bias)
     return F.linear(x, in_autocast(weight), in_autocast(bias))
 
 
 def to_autocast(*tensors: Tensor | None) -> tuple[Tensor | None, ...]:
-    """Cast floating-point tensors to the autocast dtype where autocast is on; custom ops do not see autocast.
+    """Cast floating-point tensors to autocast's dtype if autocast is on; autocast does not cast for custom ops.
 
-    Like autocast, it leaves fp64 as it is.
+    fp64 stays fp64, as in autocast.
     """
     device = next(x for x in tensors if x is not None).device.type
     if not torch.is_autocast_enabled(device):
         return tensors
     dtype = torch.get_autocast_dtype(device)
-    found = [in_autocast(x) for x in tensors]
-    return tuple([x.to(dtype) if x is not None and _is_cast(x) else x for x in found])
+    sources = [in_autocast(x) for x in tensors]
+    return tuple([x.to(dtype) if x is not None and _is_cast(x) else x for x in sources])
 
 
 def _is_cast(x: Tensor) -> bool:
@@ -137,32 +137,32 @@ class _WithParameters(Protocol):
 
 
 def device_of(model: _WithParameters) -> torch.device:
-    """Where a model is: its first parameter; its parts may be anybody's, and need not show a weight."""
+    """Return the device of a model's first parameter; its modules need not have an attribute `weight`."""
     return next(model.parameters()).device
 
 
 def send(device: torch.device | str | None, *tensors: Tensor) -> list[Tensor]:
-    """Return the tensors on a device: those of a CPU in one transfer, from pinned memory, so that nothing waits.
+    """Return the tensors on a device: tensors of a CPU in one transfer, from pinned memory, so that nothing waits.
 
-    What comes of them are views of one piece of memory; of the same tensor given twice, it is the same view. The pinned
-    memory is used again only when its copy is done: torch's allocator sees to that, and nobody else ever has it.
+    The results are views of one buffer; a tensor that is passed twice gives the same view twice. torch's allocator
+    reuses the pinned memory only after the copy, and no other code has a reference to it.
 
     Args:
-        device: None for that of the tensors.
-        tensors: of any shapes and dtypes, without a gradient; on the device already, they are returned as they are.
+        device: None for the device of the tensors.
+        tensors: of any shapes and dtypes, without a gradient; returned unchanged if they are on the device.
     """
-    where = None if device is None else torch.device(device)
-    if where is None or where.type == "cpu" or not all(x.is_cpu for x in tensors):
-        return [x.to(where) for x in tensors]
+    target = None if device is None else torch.device(device)
+    if target is None or target.type == "cpu" or not all(x.is_cpu for x in tensors):
+        return [x.to(target) for x in tensors]
     unique = {id(x): x for x in tensors}
     filler = torch.empty(_ALIGNMENT, dtype=torch.uint8, device="cpu")
     pieces: list[Tensor] = []
     for x in unique.values():
         pieces += [x.reshape(-1).view(torch.uint8), filler[: -x.nbytes % _ALIGNMENT]]
     sizes = [piece.numel() for piece in pieces]
-    staged = torch.empty(sum(sizes), dtype=torch.uint8, device="cpu", pin_memory=where.type == "cuda")
-    sent = torch.cat(pieces, out=staged).to(where, non_blocking=True).split(sizes)[::2]  # type: ignore[no-untyped-call]
-    views = {key: part.view(x.dtype).view(x.shape) for (key, x), part in zip(unique.items(), sent, strict=True)}
+    staged = torch.empty(sum(sizes), dtype=torch.uint8, device="cpu", pin_memory=target.type == "cuda")
+    sent = torch.cat(pieces, out=staged).to(target, non_blocking=True).split(sizes)[::2]  # type: ignore[no-untyped-call]
+    views = {key: data.view(x.dtype).view(x.shape) for (key, x), data in zip(unique.items(), sent, strict=True)}
     return [views[id(x)] for x in tensors]
 
 

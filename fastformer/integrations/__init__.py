@@ -1,1 +1,1 @@
-"""Doors to other libraries, a file a library; each needs that library, and nothing else of the package needs them."""
+"""Integrations with other libraries, one module per library; the rest of fastformer does not need these libraries."""

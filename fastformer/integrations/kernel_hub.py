@@ -5,10 +5,10 @@ python -m fastformer.integrations.kernel_hub FOLDER
     library = kernels.get_local_kernel(Path("FOLDER"), trust_remote_code=True)
     library.convert(model)
 
-`kernels` imports a package from wherever it lies, under a name that tells its version, beside other versions of it: so
-it may import nothing by its own name. What is written are the sources that run here, with their imports made relative,
-and the kernels as a part of the package; ops of torch take their namespace from the name that they are loaded under.
-The applications and the integrations stay behind, which need more than torch and Triton.
+`kernels` imports a package from any folder, under a name with its version, beside other versions: so the package must
+not import its own modules by absolute name. `write` copies the sources of this installation, makes their imports
+relative, and puts the kernels inside the package; torch ops take their namespace from the name of the loaded package.
+Applications and integrations are left out, because they need more than torch and Triton.
 """
 
 import argparse
@@ -23,8 +23,8 @@ from pathlib import Path
 
 import fastformer
 
-VARIANT = Path("build", "torch-universal")  # for sources alone, whatever torch and GPU
-_LEFT_BEHIND = ("apps", "integrations", "__main__.py")
+VARIANT = Path("build", "torch-universal")  # sources alone, for any torch and GPU
+_EXCLUDED = ("apps", "integrations", "__main__.py")
 _PACKAGES = ("fastformer", "fastformer_kernels")
 
 
@@ -32,14 +32,14 @@ def write(folder: Path, version: int = 1) -> Path:
     """Write the layout `build/torch-universal` into a folder.
 
     Args:
-        folder: where; it is made if it does not exist, and may hold other things, but no `build/torch-universal`.
+        folder: created if it does not exist; may hold other files, but no `build/torch-universal`.
         version: the kernel's version on the hub, which is its branch `v1`, `v2`, ….
 
     Returns:
-        What was written: the package, and its `metadata.json`.
+        The folder of the package and its `metadata.json`.
 
     Raises:
-        FileExistsError: there is a `build/torch-universal`.
+        FileExistsError: `build/torch-universal` exists.
         ValueError: the version is below 1.
     """
     if version < 1:
@@ -58,33 +58,35 @@ def write(folder: Path, version: int = 1) -> Path:
     if os.path.lexists(variant):
         raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), str(variant))
     variant.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(prefix=".", dir=variant.parent) as beside:  # no half of it has the name
-        made = Path(beside) / variant.name
+    with tempfile.TemporaryDirectory(
+        prefix=".", dir=variant.parent
+    ) as temporary:  # so that `variant` is complete or absent
+        unfinished = Path(temporary) / variant.name
         for path, text in {**files, Path("metadata.json"): json.dumps(metadata, indent=2) + "\n"}.items():
-            (made / path).parent.mkdir(parents=True, exist_ok=True)
-            (made / path).write_text(text, encoding="utf-8")
-        made.rename(variant)
+            (unfinished / path).parent.mkdir(parents=True, exist_ok=True)
+            (unfinished / path).write_text(text, encoding="utf-8")
+        unfinished.rename(variant)
     return variant
 
 
 def _sources() -> Iterator[tuple[Path, str]]:
-    """The files of the layout, by their places in it."""
+    """Yield the files of the layout: path in the package, and text."""
     import fastformer_kernels
 
     for package, inside in ((fastformer, Path()), (fastformer_kernels, Path("fastformer_kernels"))):
         root = Path(package.__path__[0])
         for file in sorted(root.rglob("*.py")):
             place = file.relative_to(root)
-            if inside.parts or place.parts[0] not in _LEFT_BEHIND:
+            if inside.parts or place.parts[0] not in _EXCLUDED:
                 yield inside / place, relative_imports(file.read_text(encoding="utf-8"), inside / place)
 
 
 def relative_imports(source: str, place: Path) -> str:
-    """The source of a file with imports of the package made relative, on the lines where they were.
+    """Return the source of a file with relative imports of the package, on the same lines.
 
     Args:
-        source: Python, which imports by full names.
-        place: the file's place in the package; `fastformer_kernels` is a part of it.
+        source: Python, which imports by absolute names.
+        place: the file's path in the package, which contains `fastformer_kernels`.
 
     Raises:
         ValueError: an import of the package has no relative form, such as `import fastformer.nn`.
@@ -106,7 +108,7 @@ def relative_imports(source: str, place: Path) -> str:
 
 
 def main(argv: list[str] | None = None) -> None:
-    """Write the layout into the folder that the command names."""
+    """Write the layout into the folder that the command line names."""
     parser = argparse.ArgumentParser(
         "python -m fastformer.integrations.kernel_hub", description="Write the library as the kernels package loads it."
     )

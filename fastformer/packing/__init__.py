@@ -1,4 +1,4 @@
-"""Sequences of different lengths, one after another, without padding: `Layout`, and the ways in and out."""
+"""Sequences of different lengths, one after another, without padding: `Layout`, and conversions to and from batches."""
 
 from fastformer.packing.layout import Layout, lengths_of, offsets_of, pack, unpack
 from fastformer.packing.nested import from_nested, to_nested

@@ -1,9 +1,9 @@
 """Sequences of different lengths, one after another, without padding.
 
-A batch of B sequences is a run of T tokens `[T, ...]` and a `Layout` that says where each lies. Every layer that
-works token by token (linear, norm, feed-forward, embedding, loss) takes the run as it is; attention alone needs the
-layout. A layout comes from lengths, from a padding mask or with a nested tensor; from lengths on the CPU, no step waits
-for the device.
+A batch of B sequences is a run of T tokens `[T, ...]` and a `Layout` that states where each sequence begins. Layers
+that work token by token (linear, norm, feed-forward, embedding, loss) take the run itself; attention alone needs the
+layout. A layout is made from lengths, a padding mask or a nested tensor; from lengths on the CPU, no step waits for the
+device.
 """
 
 from collections.abc import Callable, Sequence
@@ -20,12 +20,12 @@ from fastformer.packing.row_map import RowMap
 
 V = TypeVar("V")
 
-MOST_TOKENS = 2**31 - 1  # of a run: what kernels count to
+MOST_TOKENS = 2**31 - 1  # of a run: kernels count in int32
 
 
 @dataclass(frozen=True, eq=False)
 class Layout:
-    """Where B sequences lie in a run of T tokens, and in the padded batch `[B, columns]` that they came from.
+    """Positions of B sequences in a run of T tokens, and in the padded batch `[B, columns]` that it was packed from.
 
     Attributes:
         lengths: int64 `[B]`, on the CPU; zero is allowed. On "meta" where only the device knows them (`in_place`).
@@ -39,7 +39,7 @@ class Layout:
         origin: int64 `[T]`, on the tokens' device; the row of each token in the padded batch `[B * columns]`, which may
             have padding on the left and gaps.
 
-    The tensors are to be read: what layers made of them is remembered, and a change of theirs would not reach it.
+    Do not modify the tensors: layers cache values that depend on them, and the cache would not notice.
     """
 
     lengths: Tensor
@@ -120,12 +120,12 @@ class Layout:
     def in_place(cls, offsets: Tensor, positions: Tensor, slots: Tensor, max_length: int) -> "Layout":
         """Build a layout of tensors that hold other sequences at each step, of which the host knows the shapes only.
 
-        That is what a CUDA graph needs. Make another one of the same tensors for each step: what it remembers is of
-        that step. Nothing can be unpacked that depends on the lengths as numbers.
+        A CUDA graph needs such tensors. Build a new layout of the same tensors for each step, because a layout caches
+        values of one step. Nothing that depends on the lengths as numbers can be unpacked.
 
         Args:
             offsets, positions, slots: as in the class.
-            max_length: no sequence is longer, and the columns of the slots.
+            max_length: an upper bound of the lengths, and the number of columns of the slots.
         """
         lengths = torch.empty(offsets.numel() - 1, dtype=torch.int64, device="meta")
         return cls(lengths, offsets, positions, slots, 0, max_length, max_length, slots)
@@ -141,11 +141,11 @@ class Layout:
 
     @property
     def tensors(self) -> tuple[Tensor, ...]:
-        """What of it is on the tokens' device: offsets, positions, slots and origin."""
+        """The tensors on the tokens' device: offsets, positions, slots and origin."""
         return self.offsets, self.positions, self.slots, self.origin
 
     def made_of(self, tensors: Sequence[Tensor]) -> "Layout":
-        """Return the layout of the same tokens made of the same `tensors` on another device."""
+        """Return the layout of the same tokens with copies of `tensors` on another device."""
         offsets, positions, slots, origin = tensors
         return replace(self, offsets=offsets, positions=positions, slots=slots, origin=origin, _memory={})
 
@@ -181,39 +181,39 @@ class Layout:
         return bool(((self.origin.diff() != 1) & (self.positions[1:] > 0)).any())
 
     def mask(self) -> Tensor:
-        """Bool `[B, columns]` on the tokens' device, True at real tokens; a new one, which the caller may change."""
+        """Return bool `[B, columns]`, True at real tokens, on the tokens' device; a new, writable tensor."""
         flat = torch.zeros(self.batch * self.columns, dtype=torch.bool, device=self.offsets.device)
         return flat.index_fill_(0, self.origin, True).view(self.batch, self.columns)
 
     def once(self, name: object, make: Callable[[], V], other: "Layout | None" = None) -> V:
-        """Return what `make` returned for this layout the first time; layers of a model ask for the same things.
+        """Return the result of `make`, cached, because all layers of a model need the same values.
 
-        Remembers one value per name for the layout alone, and one per name for the last other layout.
+        The cache holds one value per name for the layout alone, and one per name for the last other layout.
 
         Args:
             name: of the value.
             make: computes the value from this layout and the other one.
             other: the layout of the keys, if the value depends on it.
         """
-        # A graph has no memory, and what is captured for CUDA has no values yet; but a layout in place is of that step.
+        # No cache while compiling or capturing, when tensors have no values; a layout in place is of the captured step.
         if compiling() or (self.offsets.is_cuda and self.known and capturing(self.offsets)):
             return make()
-        other = None if other is self else other  # a layout that holds itself would wait for the garbage collector
+        other = None if other is self else other  # a layout that refers to itself would wait for the garbage collector
         key = (name, other is None)
-        found, value = self._memory.get(key, (self, None))
-        if found is not other:
-            with torch.inference_mode(False):  # or it would be of no use to training afterwards
+        cached_other, value = self._memory.get(key, (self, None))
+        if cached_other is not other:
+            with torch.inference_mode(False):  # training cannot use inference tensors
                 value = make()
-            if not watched():  # else tensors of the kind of a mode or a transform
+            if not watched():  # else it holds tensors of a mode or a transform
                 self._memory[key] = other, value
         return value  # type: ignore[no-any-return]
 
 
 def offsets_of(name: str, layout: Layout) -> Tensor:
-    """The offsets of a layout, which say what device it is on.
+    """Return the offsets of a layout, whose device is the layout's device.
 
     Raises:
-        TypeError: it is no Layout.
+        TypeError: layout is no Layout.
     """
     if not isinstance(layout, Layout):
         raise TypeError(f"{name} must be a Layout, not {type(layout).__name__}")
@@ -221,17 +221,17 @@ def offsets_of(name: str, layout: Layout) -> Tensor:
 
 
 def lengths_of(name: str, lengths: Any) -> Tensor:
-    """Lengths in any form, tensors, arrays and sequences of integers, as int64 `[B]` on the CPU, of their own memory.
+    """Return lengths (a tensor, array or sequence of integers) as a new tensor, int64 `[B]` on the CPU.
 
     Args:
         name: of the lengths, for messages.
-        lengths: what a caller gave.
+        lengths: to convert.
 
     Raises:
-        TypeError: they are not integers.
-        ValueError: they are not one-dimensional, or one is negative or above `MOST_TOKENS`.
+        TypeError: lengths are not integers.
+        ValueError: lengths are not one-dimensional, or one is negative or above `MOST_TOKENS`.
     """
-    if isinstance(lengths, np.ndarray):  # torch wants these bytes, positive strides, and the right to write
+    if isinstance(lengths, np.ndarray):  # torch needs native byte order, positive strides and a writable array
         lengths = np.array(lengths, lengths.dtype.newbyteorder("="), order="C")
     if not isinstance(lengths, Tensor):
         try:
@@ -245,15 +245,15 @@ def lengths_of(name: str, lengths: Any) -> Tensor:
         raise TypeError(f"{name} must be integers, not {lengths.dtype}")
     if lengths.dim() != 1:
         raise ValueError(f"{name} must be one-dimensional [B], not of shape {list(lengths.shape)}")
-    found: Tensor = lengths.to("cpu", torch.int64, copy=True)  # the caller's may change
-    low, high = _range(found)
-    if low < 0 and lengths.dtype == torch.uint64:  # int64 has no such numbers
+    copied: Tensor = lengths.to("cpu", torch.int64, copy=True)  # the caller may change the original
+    low, high = _range(copied)
+    if low < 0 and lengths.dtype == torch.uint64:  # beyond int64
         high = low + 2**64
     elif low < 0:
         raise ValueError(f"{name} must not be negative: {low}")
     if high > MOST_TOKENS:
         raise ValueError(f"{name} must be at most {MOST_TOKENS}, not {high}")
-    return found
+    return copied
 
 
 def _range(lengths: Tensor) -> tuple[int, int]:
@@ -269,8 +269,8 @@ def _number(lengths: Tensor, on_device: Tensor, total: int) -> tuple[Tensor, Ten
     return offsets, rows, torch.arange(total, device=device) - offsets[rows]
 
 
-def _places(layout: Layout, batch_first: bool) -> RowMap:
-    """Where the tokens lie in the flattened padded batch, `[B * columns]` or `[columns * B]`."""
+def _padded_rows(layout: Layout, batch_first: bool) -> RowMap:
+    """Return the map of tokens to rows of the flattened padded batch, `[B * columns]` or `[columns * B]`."""
     B, L, origin = layout.batch, layout.columns, layout.origin
     if batch_first:
         return layout.once("batch first", lambda: RowMap.of(origin, B * L))
@@ -305,7 +305,7 @@ def pack(padded: Tensor, layout: Layout, batch_first: bool = True) -> Tensor:
     if B * layout.columns == T:
         padded = padded if batch_first else padded.transpose(0, 1)
         return padded.reshape(T, *padded.shape[2:])
-    return _places(layout, batch_first).gather(padded.flatten(0, 1))
+    return _padded_rows(layout, batch_first).gather(padded.flatten(0, 1))
 
 
 def unpack(tokens: Tensor, layout: Layout, batch_first: bool = True) -> Tensor:
@@ -326,7 +326,7 @@ def unpack(tokens: Tensor, layout: Layout, batch_first: bool = True) -> Tensor:
     if layout.total == B * L and not compiling():
         padded = tokens.reshape(B, L, *tokens.shape[1:])
         return padded if batch_first else padded.transpose(0, 1)
-    flat = _places(layout, batch_first).spread(tokens)
+    flat = _padded_rows(layout, batch_first).spread(tokens)
     return flat.view(*((B, L) if batch_first else (L, B)), *tokens.shape[1:])
 
 

@@ -8,20 +8,20 @@ from fastformer.packing.layout import Layout, check_tokens
 
 
 def from_nested(nested: Tensor) -> tuple[Tensor, Layout]:
-    """Read a nested tensor `[B, (ragged), ...]`: its tokens `[T, ...]` and their layout. Differentiable.
+    """Return the tokens `[T, ...]` and the layout of a nested tensor `[B, (ragged), ...]`. Differentiable.
 
     Raises:
         TypeError: the tensor is not nested.
-        ValueError: another dimension than the second is ragged.
+        ValueError: a dimension other than the second is ragged.
     """
     check_types(("nested",), nested)
     if not nested.is_nested:
         raise TypeError(f"nested must be a nested tensor, not one of shape {list(nested.shape)}")
-    parts = nested.unbind()
-    if any(part.shape[1:] != parts[0].shape[1:] for part in parts):
+    sequences = nested.unbind()
+    if any(sequence.shape[1:] != sequences[0].shape[1:] for sequence in sequences):
         raise ValueError("nested must be ragged in its second dimension alone")
-    tokens = torch.cat(parts) if parts else torch.empty(0, dtype=nested.dtype, device=nested.device)
-    return tokens, Layout.from_lengths([len(part) for part in parts], nested.device)
+    tokens = torch.cat(sequences) if sequences else torch.empty(0, dtype=nested.dtype, device=nested.device)
+    return tokens, Layout.from_lengths([len(sequence) for sequence in sequences], nested.device)
 
 
 def to_nested(tokens: Tensor, layout: Layout) -> Tensor:

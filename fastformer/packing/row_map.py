@@ -1,4 +1,4 @@
-"""Rows that move to other places, with derivatives that only read: what packing and unpacking are made of."""
+"""Maps of rows, with gathers as forward and backward, for packing and unpacking."""
 
 from typing import Any, NamedTuple
 
@@ -9,10 +9,10 @@ from fastformer.modes import compiling, watched
 
 
 class RowMap(NamedTuple):
-    """A place among N for each of M rows, no two at the same: `slots` int64 `[M]`, and `inverse` int64 `[N]`.
+    """A map of M rows to distinct slots among N: `slots` int64 `[M]`, and `inverse` int64 `[N]`.
 
-    The inverse holds M where no row lies. With it, both directions read rows in order of the result, forward and
-    backward: three times as fast as writing them to their places (2,244 x 4 rows of 64, one CPU core: 0.5 against
+    The inverse holds M at slots without a row. With it, both directions read rows in order of the result, forward and
+    backward: three times as fast as writing rows to their slots (2,244 x 4 rows of 64, one CPU core: 0.5 against
     1.4 ms).
     """
 
@@ -21,20 +21,20 @@ class RowMap(NamedTuple):
 
     @classmethod
     def of(cls, slots: Tensor, places: int) -> "RowMap":
-        """Build the map of rows to `slots` among so many places."""
+        """Build the map of rows to `slots` among N = `places`."""
         M = slots.numel()
         inverse = torch.full((places,), M, dtype=torch.int64, device=slots.device)
         return cls(slots, inverse.index_copy_(0, slots, torch.arange(M, device=slots.device)))
 
     def gather(self, x: Tensor) -> Tensor:
-        """Take the rows from their places: `[N, ...]` -> `[M, ...]`. Differentiable."""
+        """Read the rows from their slots: `[N, ...]` -> `[M, ...]`. Differentiable."""
         # Compilers, modes and transforms differentiate torch's own ops.
         if x.requires_grad and torch.is_grad_enabled() and not watched():
             return _Gather.apply(x, *self)  # type: ignore[no-untyped-call, no-any-return]
         return x.index_select(0, self.slots)
 
     def spread(self, x: Tensor) -> Tensor:
-        """Put the rows to their places, zeros elsewhere: `[M, ...]` -> `[N, ...]`. Differentiable."""
+        """Write the rows to their slots, zeros elsewhere: `[M, ...]` -> `[N, ...]`. Differentiable."""
         if x.requires_grad and torch.is_grad_enabled() and not watched():
             return _Spread.apply(x, *self)  # type: ignore[no-untyped-call, no-any-return]
         if compiling():
@@ -43,7 +43,7 @@ class RowMap(NamedTuple):
 
 
 class _Gather(torch.autograd.Function):
-    """Rows `slots` of x. torch's own index_select adds in its backward; no slot is taken twice here."""
+    """Rows `slots` of x. torch's own index_select adds in its backward; here slots are distinct."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, slots: Tensor, inverse: Tensor) -> Tensor:

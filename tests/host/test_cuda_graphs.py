@@ -78,22 +78,22 @@ class TestCudaRecorder:
         begins = [line for line in cuda.log if line.startswith("begin")]
         assert begins == [f"begin in pool {i}, thread_local" for i in (0, 0, 1)]
         assert cuda.log[:5] == ["side 1 waits for current", begins[0], "step", "end", "current waits for side 1"]
-        home = recorder.home
+        resources = recorder.resources
         del recorder, each
         again = cuda_graphs.recorder(self.device, True)
-        assert again.home is home
-        assert cuda_graphs.recorder(self.device, True).home is not home
+        assert again.resources is resources
+        assert cuda_graphs.recorder(self.device, True).resources is not resources
 
     @pytest.mark.parametrize("keeps", [True, False])
     def test_memory_is_kept_for_the_next_recorder_where_asked_for(self, monkeypatch, keeps):
         FakeCuda(monkeypatch)
         recorder = cuda_graphs.recorder(self.device, keeps)
         recorder.capture(lambda: None)
-        home = recorder.home
-        assert home.last is not None
+        resources = recorder.resources
+        assert resources.last is not None
         del recorder
-        assert (home.last is not None) == keeps
-        assert cuda_graphs.recorder(self.device, True).home is home
+        assert (resources.last is not None) == keeps
+        assert cuda_graphs.recorder(self.device, True).resources is resources
 
     @pytest.mark.parametrize("fails", ["the step", "the end"])
     def test_a_capture_that_fails_cleans_up_and_says_why(self, monkeypatch, fails):
@@ -116,7 +116,7 @@ class TestCudaRecorder:
             "_cuda_releasePool 0 pool 0",
             "current waits for side 1",
         ]
-        assert recorder.home.last is None  # its memory is free once no graph is left
+        assert recorder.resources.last is None  # its memory is free once no graph is left
         assert recorder.failures == cuda_graphs.recorder(self.device, True).failures == before + 1
 
 

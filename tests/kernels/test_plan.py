@@ -52,7 +52,7 @@ def test_what_is_forgotten_is_watched_anew(monkeypatch):
         plans[key] = plan._NEVER
 
     monkeypatch.setattr(plan.knobs.runtime, "interpret", False)
-    monkeypatch.setattr(plan, "_watched", watch)
+    monkeypatch.setattr(plan, "_record_call", watch)
     run, x = plan.planned(lambda x: x), torch.ones(2)
     for calls in (1, 2):
         run(x)
@@ -70,7 +70,7 @@ def test_plans_of_sizes_that_never_repeat_do_not_add_up(monkeypatch):
         kept.append(len(plans))
 
     monkeypatch.setattr(plan.knobs.runtime, "interpret", False)
-    monkeypatch.setattr(plan, "_watched", watch)
+    monkeypatch.setattr(plan, "_record_call", watch)
     monkeypatch.setattr(plan, "_MOST", 4)
     run = plan.planned(lambda x: x)
     for size in range(1, 20):
@@ -84,7 +84,7 @@ def test_tensors_of_a_class_of_somebodys_own_have_no_plan(monkeypatch):
     plan = pytest.importorskip("fastformer_kernels.host.plan")
     marked = type("Marked", (torch.Tensor,), {})
     monkeypatch.setattr(plan.knobs.runtime, "interpret", False)
-    monkeypatch.setattr(plan, "_watched", lambda *_: pytest.fail("watched"))
+    monkeypatch.setattr(plan, "_record_call", lambda *_: pytest.fail("watched"))
     run, x = plan.planned(lambda *x: len(x)), torch.ones(2)
     assert run(x.as_subclass(marked)) == 1
     assert run(None, x, 3, x.as_subclass(marked)) == 4

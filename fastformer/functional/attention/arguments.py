@@ -1,4 +1,4 @@
-"""Checks of the arguments of attention, which say each rule in one way only.
+"""Check the arguments of attention, and bring its rules into the normal form that `AttentionRules` describes.
 
 Letters: B batch, H heads, T queries, S keys, K head size of queries and keys, P positions.
 """
@@ -24,27 +24,27 @@ def _check_heads(q: Tensor, k: Tensor, v: Tensor) -> None:
         raise ValueError(f"the heads of q ({q.shape[1]}) must be a multiple of those of k ({k.shape[1]})")
 
 
-def _check_lengths(name: str, lengths: Tensor, of: str, x: Tensor) -> Tensor:
+def _check_lengths(name: str, lengths: Tensor, x_name: str, x: Tensor) -> Tensor:
     """Return the lengths of sequences in x `[B, H, L, K]`, int64 on its device; values are checked on the CPU only.
 
-    They may lie on the CPU, where batches keep them.
+    Lengths may be on the CPU, where batches keep them.
     """
     if not isinstance(lengths, Tensor):
         raise TypeError(f"{name} must be a Tensor, not {type(lengths).__name__}")
     if not lengths.is_cpu and lengths.device != x.device:
-        raise DeviceError(f"{name} is on {lengths.device}, {of} on {x.device}: it must be there or on the CPU")
+        raise DeviceError(f"{name} is on {lengths.device}, {x_name} on {x.device}: it must be there or on the CPU")
     if lengths.is_floating_point() or lengths.is_complex() or lengths.dtype == torch.bool:
         raise TypeError(f"{name} must be integers, not {lengths.dtype}")
     if lengths.shape != (x.shape[0],):
         raise ValueError(f"{name} must be of shape [{x.shape[0]}], not {list(lengths.shape)}")
     unsigned = lengths.dtype == torch.uint64
-    lengths = lengths.to(torch.int64)  # of unsigned ones, torch has no lowest
+    lengths = lengths.to(torch.int64)  # torch has no min() of unsigned integers
     if readable(lengths):
         low, high = int(lengths.min()), int(lengths.max())
         if low < 0 or high > x.shape[2]:
-            wrong = low if low < 0 else high
-            wrong += 2**64 if low < 0 and unsigned else 0
-            raise ValueError(f"{name} must lie between 0 and the length of {of}, {x.shape[2]}: {wrong}")
+            invalid = low if low < 0 else high
+            invalid += 2**64 if low < 0 and unsigned else 0
+            raise ValueError(f"{name} must lie between 0 and the length of {x_name}, {x.shape[2]}: {invalid}")
     return lengths.to(x.device, torch.int64)
 
 
@@ -62,8 +62,8 @@ def _check_masks(q: Tensor, k: Tensor, mask: Tensor | None, key_mask: Tensor | N
             raise ValueError(f"key_mask must be of shape {[q.shape[0], k.shape[2]]}, not {list(key_mask.shape)}")
 
 
-def _check_of_heads(heads: int, longest: int, rules: AttentionRules) -> None:
-    """Check what each head has of its own; longest: of queries and keys."""
+def _check_per_head(heads: int, longest: int, rules: AttentionRules) -> None:
+    """Check distance_bias and sinks; longest: the longest sequence of queries or keys."""
     bias, sinks = rules.distance_bias, rules.sinks
     for name, x in (("distance_bias", bias), ("sinks", sinks)):
         if x is not None and not x.is_floating_point():
@@ -81,9 +81,9 @@ def _check_of_heads(heads: int, longest: int, rules: AttentionRules) -> None:
 
 
 def _in_dtype_of_scores(mask: Tensor, q: Tensor) -> Tensor:
-    """Return an additive mask in the dtype that is computed in, where that is narrower, as torch does.
+    """Cast an additive mask to the dtype of the scores if that is narrower, as torch does.
 
-    What a query sees is decided there: the lowest number of fp32 is -inf in bf16, -1e9 is in fp16.
+    That dtype decides which keys are hidden: fp32's lowest number becomes -inf in bf16, and -1e9 in fp16.
     """
     dtype = product_dtype(q)
     fits = mask.dtype == torch.bool or torch.promote_types(mask.dtype, dtype) == dtype
@@ -91,7 +91,7 @@ def _in_dtype_of_scores(mask: Tensor, q: Tensor) -> Tensor:
 
 
 def check_window(window: object) -> None:
-    """Raise TypeError or ValueError for what is no window, and not None."""
+    """Raise TypeError or ValueError unless window is None or a valid tuple (left, right)."""
     if window is None:
         return
     if not isinstance(window, tuple):
@@ -106,7 +106,7 @@ def check_window(window: object) -> None:
 
 
 def check_softcap(softcap: float | None) -> float | None:
-    """Raise TypeError or ValueError for what is no softcap."""
+    """Return softcap as a float or None; raise TypeError or ValueError if it is no valid softcap."""
     if softcap is None:
         return None
     if isinstance(softcap, bool) or not isinstance(softcap, int | float):
@@ -120,30 +120,30 @@ def check_softcap(softcap: float | None) -> float | None:
 
 
 def _effective_window(window: Window, causal: bool, length: int) -> Window | None:
-    """Return the window with causality in it, or None where it says no more than `causal` does.
+    """Return the window combined with causality, or None if it hides no more keys than `causal` does.
 
     Args:
-        length: of the longest sequence of queries or keys; a side that reaches as far limits nothing.
+        length: of the longest sequence of queries or keys; a side of at least that length limits nothing.
     """
     check_window(window)
-    # A program that is exported is for all lengths: none of them decides what is left to say.
-    known = not exporting()
-    left, right = (None if side is None or (known and side >= length) else side for side in window)
+    # An exported program is for all lengths: no length may decide which sides it keeps.
+    lengths_known = not exporting()
+    left, right = (None if side is None or (lengths_known and side >= length) else side for side in window)
     if left is None and (causal or right is None):
         return None
     return left, 0 if causal else right
 
 
-def _alignment(rules: AttentionRules, window: Window | None, same: bool) -> Alignment:
-    """Return the alignment, "top_left" where it makes no difference: `same` lengths, or no rule about positions."""
+def _alignment(rules: AttentionRules, window: Window | None, same_lengths: bool) -> Alignment:
+    """Return the alignment, "top_left" where both are equal: `same_lengths`, or no rule about positions."""
     if rules.alignment not in ALIGNMENTS:
         check_choice("alignment", rules.alignment, ALIGNMENTS)
     positions = rules.causal or window is not None or rules.distance_bias is not None
-    return rules.alignment if positions and not same else "top_left"
+    return rules.alignment if positions and not same_lengths else "top_left"
 
 
 def check_attention(q: Tensor, k: Tensor, v: Tensor, rules: AttentionRules) -> AttentionRules:
-    """Check one call of `attention` and return its rules, each said in one way only."""
+    """Check one call of `attention` and return its rules in normal form (`AttentionRules`)."""
     names = ("q", "k", "v", "mask", "key_mask", "distance_bias", "sinks")
     check_tensors(names, q, (k, v), (rules.mask, rules.key_mask, rules.distance_bias, rules.sinks))
     for name, x in (("q", q), ("k", k), ("v", v)):
@@ -156,7 +156,7 @@ def check_attention(q: Tensor, k: Tensor, v: Tensor, rules: AttentionRules) -> A
     _check_heads(q, k, v)
     _check_masks(q, k, rules.mask, rules.key_mask)
     if rules.distance_bias is not None or rules.sinks is not None:
-        _check_of_heads(q.shape[1], max(q.shape[2], k.shape[2]), rules)
+        _check_per_head(q.shape[1], max(q.shape[2], k.shape[2]), rules)
     if not 0.0 <= rules.dropout_p <= 1.0:
         check_probability("dropout_p", rules.dropout_p)
     mask, query_lengths, key_lengths = rules.mask, rules.query_lengths, rules.key_lengths
@@ -169,8 +169,8 @@ def check_attention(q: Tensor, k: Tensor, v: Tensor, rules: AttentionRules) -> A
         key_lengths = _check_lengths("key_lengths", key_lengths, "k", k)
     longest = max(q.shape[2], k.shape[2])
     window = None if rules.window is None else _effective_window(rules.window, rules.causal, longest)
-    same = query_lengths is None and key_lengths is None and q.shape[2] == k.shape[2]
-    alignment, softcap = _alignment(rules, window, same), check_softcap(rules.softcap)
+    same_lengths = query_lengths is None and key_lengths is None and q.shape[2] == k.shape[2]
+    alignment, softcap = _alignment(rules, window, same_lengths), check_softcap(rules.softcap)
     if (
         mask is rules.mask
         and alignment == rules.alignment
@@ -179,7 +179,7 @@ def check_attention(q: Tensor, k: Tensor, v: Tensor, rules: AttentionRules) -> A
         and key_lengths is rules.key_lengths
         and softcap == rules.softcap
     ):
-        return rules  # which saves 2 us
+        return rules  # saves 2 us
     return replace(
         rules,
         mask=mask,
@@ -194,7 +194,7 @@ def check_attention(q: Tensor, k: Tensor, v: Tensor, rules: AttentionRules) -> A
 def check_packed_attention(
     q: Tensor, k: Tensor, v: Tensor, layout: Layout, key_layout: Layout, rules: AttentionRules
 ) -> AttentionRules:
-    """Check one call of `packed_attention` and return its rules, each said in one way only; they hold no mask."""
+    """Check one call of `packed_attention` and return its rules in normal form; they hold no mask."""
     offsets = (offsets_of("layout", layout),)
     if key_layout is not layout:
         offsets += (offsets_of("key_layout", key_layout),)  # type: ignore[assignment]
@@ -212,7 +212,7 @@ def check_packed_attention(
         check_probability("dropout_p", rules.dropout_p)
     longest = max(layout.max_length, key_layout.max_length)
     if rules.distance_bias is not None or rules.sinks is not None:
-        _check_of_heads(q.shape[1], longest, rules)
+        _check_per_head(q.shape[1], longest, rules)
     window = None if rules.window is None else _effective_window(rules.window, rules.causal, longest)
     alignment = _alignment(rules, window, layout is key_layout)
     softcap = None if rules.softcap is None else check_softcap(rules.softcap)

@@ -23,14 +23,14 @@ def scores_to_weights(
     softcap: float | None = None,
     sinks: Tensor | None = None,
 ) -> Tensor:
-    """softmax(cap(scale * q k^T) + mask), cap(x) = softcap * tanh(x / softcap): `[B, H, T, S]`.
+    """Compute softmax(cap(scale * q k^T) + mask), cap(x) = softcap * tanh(x / softcap): `[B, H, T, S]`.
 
-    A sink is a score more in each row of its head, of which no weight is returned. What is added to scores of 16 bits
-    is added in fp32, where the sums still differ as the scores do. Where `widens`, the weights are fp32.
+    A sink is one more score in each row of its head; its weight is not returned. An additive mask is added to 16-bit
+    scores in fp32, which keeps the differences between scores. If `widens(q)`, the weights are fp32.
     """
     scale = q.shape[-1] ** -0.5 if scale is None else scale
     B, H, T, _ = q.shape
-    # Flattened before the transpose: bmm reads transposed keys as they are, where matmul would copy them.
+    # Flattened before the transpose: bmm reads transposed keys in place, where matmul would copy them.
     scores = products(q.flatten(0, 1), k.flatten(0, 1), scale).view(B, H, T, k.shape[2])
     if softcap is not None:
         scores = softcap * (scores / softcap).tanh()
@@ -41,13 +41,13 @@ def scores_to_weights(
     else:
         sunk = torch.cat([scores, sinks.to(scores.dtype)[:, None, None].expand(B, H, T, 1)], -1)
         weights = sunk.softmax(-1)[..., :-1]
-    if widens(q) or (weights.is_cuda and autocasts(weights)):  # autocast on a GPU has softmax in fp32
+    if widens(q) or (weights.is_cuda and autocasts(weights)):  # autocast on a GPU runs softmax in fp32
         return weights
     return weights.to(product_dtype(q))
 
 
 def widens(x: Tensor) -> bool:
-    """Whether products with x are computed in fp32 and rounded once: those of 16 bits on a CPU.
+    """Return whether products with x are computed in fp32 and rounded once: 16-bit products on a CPU.
 
     SDPA keeps scores and sums in fp32. With scores and weights rounded to bf16, the error was 2 to 14 times SDPA's.
     """
@@ -55,23 +55,23 @@ def widens(x: Tensor) -> bool:
 
 
 def products(q: Tensor, k: Tensor, scale: float) -> Tensor:
-    """Return scale * q k^T of `[N, T, K]` and `[N, S, K]`; in fp32 if `widens`, and of fp16 on any device.
+    """Return scale * q k^T of `[N, T, K]` and `[N, S, K]`; in fp32 if `widens(q)` or q is fp16.
 
-    As SDPA has them: fp16 has no numbers beyond 65,504, neither for a score, nor for one below its lowest as a mask,
-    nor for what is divided by a wide softcap.
+    SDPA does so too. fp16 ends at 65,504: large scores exceed it, as do scores plus a mask of fp16's lowest number, and
+    large softcaps.
     """
     dtype = product_dtype(q)
     if dtype == torch.float16 or (q.is_cpu and dtype in _SIXTEEN_BITS):
         with _without_autocast(q):
             return products(q.float(), k.float(), scale)
-    # With beta 0, its derivative in forward mode ends the process under a TorchDispatchMode (torch 2.13); of bf16 and
-    # scale 0, too, it writes nothing.
+    # With beta 0, the forward-mode derivative aborts the process under a TorchDispatchMode (torch 2.13); in bf16 with
+    # scale 0, baddbmm does not write its output.
     beta = 0 if scale and (compiling() or not dispatch_modes()) else 1
     return torch.baddbmm(q.new_zeros(1, 1, 1), q, k.transpose(1, 2), beta=beta, alpha=scale)
 
 
 def weighted_sum(weights: Tensor, v: Tensor) -> Tensor:
-    """Return weights v of `[..., T, S]` and `[..., S, Kv]`, in fp32 before it is rounded if `widens`."""
+    """Return weights @ v of `[..., T, S]` and `[..., S, Kv]`, computed in fp32 and then rounded if `widens(v)`."""
     if not widens(v):
         return torch.matmul(weights, v)
     with _without_autocast(v):
@@ -84,10 +84,10 @@ def _without_autocast(x: Tensor) -> AbstractContextManager[None]:
 
 
 def wide(x: Tensor) -> Tensor:
-    """x, in fp32 at least."""
+    """Return x in fp32 at least."""
     return x.to(torch.promote_types(x.dtype, torch.float32))
 
 
 def repeat_heads(x: Tensor, heads: int) -> Tensor:
-    """Keys or values `[B, Hkv, S, K]` as those of each of so many heads."""
+    """Repeat keys or values `[B, Hkv, S, K]` to `[B, heads, S, K]`."""
     return x if x.shape[1] == heads else x.repeat_interleave(heads // x.shape[1], 1)

@@ -1,8 +1,8 @@
 """Fused attention: registration of its kernels, the autograd Function, and what the public ops call.
 
-Dense and packed attention are one Function: the kernels tell them apart by the number of dimensions. Kept for backward:
-q, k, v, the output and the log-sum-exp of each row, no scores; the weights only where they were asked for. What a
-kernel is told besides is one record, `Arguments`: its fields are in every schema, and the fakes take them by name.
+Dense and packed attention are one Function: the kernels tell them apart by the number of dimensions. Saved for
+backward: q, k, v, the output and the log-sum-exp of each row, no scores; the weights only if they are requested. All
+other arguments are one record, `Arguments`: every schema has its fields, and the fakes take them by name.
 """
 
 import math
@@ -20,7 +20,7 @@ from fastformer.packing import Layout
 from fastformer_kernels.attention.arguments import NUMBERS, SCHEMA, Arguments
 
 LARGEST_HEAD = 256
-# Queries times query heads a key head: one tile of rows. More fill the matrix units in the kernel for training, too.
+# Queries times query heads per key head: one tile of rows. More rows fill the matrix units of the training kernel, too.
 LARGEST_DECODED_ROWS = 16
 _UNLIMITED = -1  # a side of the window, in the kernels
 _LOG2E = math.log2(math.e)
@@ -100,10 +100,9 @@ _bounds = define(
 
 
 class _Attention(torch.autograd.Function):
-    """q, k, v, the tensors of the arguments, their numbers, whether weights are wanted, fast, formula.
+    """q, k, v, the tensors of `Arguments`, its numbers, wants_weights, fast, formula -> (output, weights or None, lse).
 
-    -> (output, weights or None, log-sum-exp); the last is not differentiable, and of the arguments mask, distance_bias
-    and sinks alone are.
+    The log-sum-exp lse is not differentiable. Of the arguments, only mask, distance_bias and sinks are differentiable.
     """
 
     @staticmethod
@@ -126,18 +125,18 @@ class _Attention(torch.autograd.Function):
         q, k, v, *tensors, out, weights, lse = ctx.saved_tensors
         arguments = Arguments(*ctx.numbers, *tensors)
         mask, bias, sinks = arguments.mask, arguments.distance_bias, arguments.sinks
-        needed = ctx.needs_input_grad
-        wants_q, wants_k, wants_v, wants_mask, wants_bias, wants_sinks = wanted = (*needed[:3], *needed[_MASK:_NUMBERS])
+        needs_grad = (*ctx.needs_input_grad[:3], *ctx.needs_input_grad[_MASK:_NUMBERS])
+        wants_q, wants_k, wants_v, wants_mask, wants_bias, wants_sinks = needs_grad
         if dout is None and dweights is None:
-            return _placed(*[None] * 6)
+            return _ordered(*[None] * 6)
         if twice("attention", ctx.formula, arguments.seed):
             grads = (dout,) if weights is None else (dout, dweights)
-            return _placed(*plain_gradients(ctx.formula, (q, k, v, mask, bias, sinks), wanted, grads))
+            return _ordered(*plain_gradients(ctx.formula, (q, k, v, mask, bias, sinks), needs_grad, grads))
         if dout is None:
             dout = out.new_zeros(out.shape)
         added = None if dweights is None else (weights * dweights).sum(-1, dtype=torch.float32)
-        given = (dout, q, k, v, out, lse, added, dweights)
-        dq, dk, dv, delta = _backward(*given, wants_q, wants_k or wants_v, ctx.fast, *arguments)
+        results = (dout, q, k, v, out, lse, added, dweights)
+        dq, dk, dv, delta = _backward(*results, wants_q, wants_k or wants_v, ctx.fast, *arguments)
         dmask = None
         if wants_mask and mask is not None:
             dmask = _mask_gradient(dout, q, k, v, lse, delta, dweights, *arguments)  # [B or 1, H or 1, T, S or more]
@@ -152,32 +151,32 @@ class _Attention(torch.autograd.Function):
             dbias = _bias_gradient(dout, q, k, v, lse, delta, dweights, *arguments).to(bias.dtype)
         if wants_sinks and sinks is not None:
             dsinks = _sink_gradient(lse, delta, sinks)
-        return _placed(dq if wants_q else None, dk if wants_k else None, dv if wants_v else None, dmask, dbias, dsinks)
+        return _ordered(dq if wants_q else None, dk if wants_k else None, dv if wants_v else None, dmask, dbias, dsinks)
 
 
 def _sink_gradient(lse: Tensor, delta: Tensor, sinks: Tensor) -> Tensor:
-    """Return minus the sum of weight * delta over the rows of each head: what a key without a value would get.
+    """Return the gradient of the sinks: minus the sum of weight * delta over the rows of each head.
 
     Args:
-        lse: in units of log2, with the sinks in it, `[B, H, T]` or packed `[H, T]`, in one part or in two; +inf for a
-            row that sees nothing, whose weight is 0 so.
-        delta: of one part's shape.
+        lse: in units of log2, sinks included, `[B, H, T]` or packed `[H, T]`, or maximum and logarithm of the sum,
+            `[2, ...]`; +inf for a row that sees no key, which makes its weight 0.
+        delta: `[B, H, T]` or packed `[H, T]`.
     """
     exponents = sinks.float()[:, None] * _LOG2E
-    for part in lse.unbind() if lse.dim() > delta.dim() else (lse,):
-        exponents = exponents - part
+    for term in lse.unbind() if lse.dim() > delta.dim() else (lse,):
+        exponents = exponents - term
     products = exponents.exp2() * delta
     return -products.sum([d for d in range(delta.dim()) if d != delta.dim() - 2]).to(sinks.dtype)
 
 
 _TENSORS = Arguments._fields[NUMBERS:]
-_MASK = 3 + _TENSORS.index("mask")  # its place among the inputs of the Function; bias and sinks are the next
-_NUMBERS = 3 + len(_TENSORS)  # that of the numbers
+_MASK = 3 + _TENSORS.index("mask")  # index among the Function's inputs; distance_bias and sinks follow it
+_NUMBERS = 3 + len(_TENSORS)  # index of the numbers
 _BEFORE, _AFTER = (None,) * (_MASK - 3), (None,) * 4
 
 
-def _placed(*gradients: Tensor | None) -> tuple[Tensor | None, ...]:
-    """Those of q, k, v, mask, distance_bias and sinks at the places of the Function's inputs."""
+def _ordered(*gradients: Tensor | None) -> tuple[Tensor | None, ...]:
+    """Return gradients of q, k, v, mask, distance_bias and sinks in the Function's order of inputs, else None."""
     return *gradients[:3], *_BEFORE, *gradients[3:], *_AFTER
 
 
@@ -193,11 +192,11 @@ def limit(q: Tensor, k: Tensor, v: Tensor) -> str | None:
     return None
 
 
-def decodes(q: Tensor, k: Tensor, v: Tensor, *others: Tensor | None) -> bool:
-    """Whether this is a step of decoding: few queries on many keys, and no gradient, of others neither."""
+def decodes(q: Tensor, k: Tensor, v: Tensor, *optional: Tensor | None) -> bool:
+    """Return whether a call is a step of decoding: few queries on many keys, and no tensor needs a gradient."""
     if q.dim() == 3 or (torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)):
         return False
-    if torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in others):
+    if torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in optional):
         return False
     return 0 < q.shape[2] * (q.shape[1] // k.shape[1]) <= LARGEST_DECODED_ROWS and q.shape[2] < k.shape[2]
 
@@ -214,7 +213,7 @@ def _apply(
     wants_weights: bool,
     formula: Formula | None,
 ) -> tuple[Tensor, Tensor | None]:
-    """Run the Function; sizes: queries, keys and the shift of the diagonal where there are no bounds."""
+    """Run the Function; sizes: (queries, keys, shift of the diagonal without bounds)."""
     q, k, v = to_autocast(q, k, v)  # type: ignore[assignment]
     # `check_attention` has put causality into the window, if there is one.
     sides = rules.window or (None, 0 if rules.causal else None)
@@ -223,7 +222,7 @@ def _apply(
     scale = float(q.shape[-1] ** -0.5 if rules.scale is None else rules.scale)
     softcap, dropout_p = rules.softcap or 0.0, rules.dropout_p
     seed = dropout_seed(q) if dropout_p > 0.0 else None
-    # By position, which takes a quarter of the time of names: a test holds these to the fields.
+    # Positional, in a quarter of the time of keywords; a test compares the order with the fields.
     distance_bias, sinks = rules.distance_bias, rules.sinks
     arguments = Arguments(
         queries, keys, scale, shift, left, right, softcap, dropout_p, bounds, key_mask, seed, mask, distance_bias, sinks
@@ -237,7 +236,7 @@ def _apply(
 
 
 def _split_mask(mask: Tensor | None, key_mask: Tensor | None, B: int, S: int) -> tuple[Tensor | None, Tensor | None]:
-    """Read a bool mask that hides the same keys from every query and head as a key mask, whose tiles are skipped."""
+    """Turn a bool mask that is the same for all queries and heads into a key mask, whose hidden tiles are skipped."""
     if mask is None:
         return None, key_mask
     shape: Sequence[int] = (1, 1, 1, 1, *mask.shape)[-4:]
@@ -250,10 +249,10 @@ def _split_mask(mask: Tensor | None, key_mask: Tensor | None, B: int, S: int) ->
 def attention(
     q: Tensor, k: Tensor, v: Tensor, rules: AttentionRules, formula: Formula | None, wants_weights: bool = False
 ) -> tuple[Tensor, Tensor | None]:
-    """Run `functional.attention` with the kernels; the weights are None unless they are wanted.
+    """Run `functional.attention` with the kernels; the weights are None unless wants_weights.
 
     Args:
-        q, k, v, rules: as `check_attention` left them.
+        q, k, v, rules: checked by `check_attention`, which returned the rules.
         formula: the op in plain PyTorch, a function of q, k, v, mask, bias and sinks, for second derivatives.
         wants_weights: also return the weights `[B, H, T, S]`.
     """
@@ -273,7 +272,7 @@ def packed_attention(
     """Run `functional.packed_attention` with the kernels.
 
     Args:
-        q, k, v, layout, key_layout, rules: as `check_packed_attention` left them.
+        q, k, v, layout, key_layout, rules: checked by `check_packed_attention`, which returned the rules.
         formula: the op in plain PyTorch, a function of q, k, v, None, bias and sinks, for second derivatives.
     """
     T, S, batch = layout.max_length, key_layout.max_length, layout.batch

@@ -36,11 +36,11 @@ def attention(
     distance_bias: Tensor | None = None,
     sinks: Tensor | None = None,
 ) -> Tensor:
-    """Scaled dot-product attention, softmax(scale * q k^T + mask) v (Vaswani et al. 2017, equation 1).
+    """Compute scaled dot-product attention, softmax(scale * q k^T + mask) v (Vaswani et al. 2017, equation 1).
 
-    All restrictions given combine. A query that may attend to nothing gives output 0 and gradient 0. Where torch's SDPA
-    runs the call (on a CPU, and on a GPU where `fastformer.explain` says so), a second derivative needs
-    `torch.nn.attention.sdpa_kernel(SDPBackend.MATH)` around it, as with torch.
+    All restrictions combine. A query that may attend to nothing gives output 0 and gradient 0. A second derivative
+    needs `torch.nn.attention.sdpa_kernel(SDPBackend.MATH)` around the call, as with torch, if torch's SDPA runs it: on
+    a CPU, and on a GPU where `fastformer.explain` says so.
 
     Args:
         q: `[B, H, T, K]`, floating point.
@@ -59,18 +59,18 @@ def attention(
         softcap: scaled scores x become softcap * tanh(x / softcap) before the mask is added (Gemma 2, 2024).
         dropout_p: dropout of the attention weights; applied whenever it is not 0.
         scale: K ** -0.5 if None.
-        distance_bias: floating point `[H, 2 * P - 1]`, P at least T and S; added to scores where an additive mask is,
+        distance_bias: floating point `[H, 2 * P - 1]`, P at least T and S; added to scores like an additive mask,
             by the distance of key from query: column P - 1 + s - (t + shift) (ALiBi, Press et al. 2022; T5's relative
             bias, Raffel et al. 2020). It may require a gradient; no `[T, S]` tensor is made of it on a GPU.
-        sinks: floating point `[H]`: a score more in each row of its head, which attends to nothing (Xiao et al. 2023;
-            gpt-oss, OpenAI 2025), so that weights add up to less than 1. They may require a gradient.
+        sinks: floating point `[H]`: one more score in each row of its head, without a key (Xiao et al. 2023; gpt-oss,
+            OpenAI 2025), so that weights add up to less than 1. They may require a gradient.
 
     Returns:
-        `[B, H, T, Kv]`, of q's dtype, under autocast of autocast's.
+        `[B, H, T, Kv]`, of q's dtype, or of autocast's dtype under autocast.
 
     Raises:
         ValueError, TypeError: an argument does not fit, before anything runs.
-        fastformer.backend.BackendError: backend "triton" was asked for and cannot run this.
+        fastformer.backend.BackendError: backend "triton" was requested and cannot run this call.
     """
     rules = AttentionRules(
         mask,
@@ -110,9 +110,9 @@ def attention_with_weights(
     distance_bias: Tensor | None = None,
     sinks: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Like `attention`, and the weights `[B, H, T, S]` that were applied, after dropout as in torch.
+    """Compute `attention`, and return also the weights `[B, H, T, S]` that it applied, after dropout as in torch.
 
-    Costs memory for the weights; a query that may attend to nothing has weights 0.
+    The weights cost memory; a query that may attend to nothing has weights 0.
     """
     rules = AttentionRules(
         mask,
@@ -153,14 +153,14 @@ def packed_attention(
     distance_bias: Tensor | None = None,
     sinks: Tensor | None = None,
 ) -> Tensor:
-    """Attention within each of B packed sequences; none attends across sequences.
+    """Compute attention within each of B packed sequences; no query attends across sequences.
 
     Args:
         q: `[T, H, K]`, the queries of all sequences, one after another.
         k: `[S, Hkv, K]`; H is a multiple of Hkv.
         v: `[S, Hkv, Kv]`.
-        layout: where the sequences of q lie.
-        key_layout: where those of k and v lie; `layout` if None.
+        layout: of the sequences of q.
+        key_layout: of the sequences of k and v; `layout` if None.
         causal: query t of a sequence attends to its keys s <= t + shift.
         alignment: "top_left": shift 0; "bottom_right": the last query of each sequence meets its last key.
         window, softcap, dropout_p, scale, distance_bias, sinks: as in `attention`, within each sequence; P is at least
@@ -183,20 +183,20 @@ def packed_attention(
     rules = check_packed_attention(q, k, v, layout, key_layout, rules)
 
     def slower() -> str | None:
-        # Sequences of one length are a dense batch, which the reference gives to SDPA.
-        whole = not compiling() and layout.known and key_layout.known and layout.full and key_layout.full
-        return why_sdpa_takes(q, k, v, rules, key_layout.max_length) if whole else None
+        # Sequences of one length are a dense batch, which the reference passes to SDPA.
+        is_dense = not compiling() and layout.known and key_layout.known and layout.full and key_layout.full
+        return why_sdpa_takes(q, k, v, rules, key_layout.max_length) if is_dense else None
 
     if runs_fused("packed_attention", q, lambda: fused.limit(q, k, v), slower):
         formula = _formula(
-            lambda q, k, v, its: packed_reference.packed_attention(q, k, v, layout, key_layout, its), rules
+            lambda q, k, v, rules: packed_reference.packed_attention(q, k, v, layout, key_layout, rules), rules
         )
         return fused.packed_attention(q, k, v, layout, key_layout, rules, formula)
     return packed_reference.packed_attention(q, k, v, layout, key_layout, rules)
 
 
 def _formula(plain: Formula, rules: AttentionRules) -> Formula | None:
-    """Return a reference as a function of q, k, v, mask, bias and sinks, for second derivatives of the kernels."""
+    """Wrap a reference as a function of q, k, v, mask, bias and sinks, for second derivatives of the kernels."""
 
     def differentiable(
         q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, bias: Tensor | None, sinks: Tensor | None

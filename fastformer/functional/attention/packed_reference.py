@@ -1,7 +1,7 @@
-"""Attention within packed sequences, in plain PyTorch: the specification, and what runs without a GPU.
+"""Attention within packed sequences, in plain PyTorch: the specification, and the implementation without a GPU.
 
 A batch of scores is one matrix product, so sequences attend in groups of about the same length, each padded to its
-longest. What that gains on a CPU stands in docs/kernels/attention.md.
+longest. docs/kernels/attention.md has the gain on a CPU.
 
 Letters: B sequences, H heads, T queries, S keys, K head size; of a group: N sequences.
 """
@@ -27,12 +27,12 @@ from fastformer.packing.row_map import RowMap
 
 # A group ends where the area of the remaining scores of a sequence is below this share of the group's ...
 _SHRINK = 0.7
-# ... and so many scores of all heads are saved by it: a group costs some 20 calls, forward and backward.
+# ... and the cut saves at least this many scores of all heads: a group costs some 20 calls, forward and backward.
 _WORTH = 16_384
 # Up to this length matrix product and softmax beat SDPA on a CPU, forward and backward (128 sequences of up to 29
 # tokens, 6 heads of 32: 13.6 against 18.0 ms, one core); beyond it the scores no longer stay in the cache.
 _SHORT = 64
-# With a bias by distance that is trained, of which SDPA has no fused gradient: up to this (8 sequences of 256 tokens,
+# The same for a trained bias by distance, for which SDPA has no fused gradient (8 sequences of 256 tokens,
 # 12 heads of 64: 118 against 146 ms; 16 of up to 128: 34 against 48).
 _SHORT_TRAINED = 256
 
@@ -47,15 +47,15 @@ class Group(NamedTuple):
     keys: int  # S, likewise
     query_lengths: Tensor  # int64 [N], on the device
     key_lengths: Tensor  # likewise
-    shortest: int  # of the keys
+    shortest: int  # the shortest key length
     key_bias: Tensor | None  # fp32 [N, 1, S]: 0 at real keys, -inf behind them; None where all are real
 
 
 class Plan(NamedTuple):
-    """How the sequences of two layouts attend: the groups, and where the rows of all their heads lie.
+    """The groups of one call, and the maps of packed rows to rows of groups.
 
-    rows: of queries `[T * H]` and of keys `[S * Hkv]` into those of all groups, `[H, N, L]` each; None: there is one
-        group without padding, in the order of the batch.
+    rows: from query rows `[T * H]` and key rows `[S * Hkv]` to the rows of all groups, `[H, N, L]` each; None if there
+        is one group without padding, in the order of the batch.
     """
 
     groups: list[Group]
@@ -63,12 +63,12 @@ class Plan(NamedTuple):
 
 
 def _lengths(layout: Layout) -> Ints:
-    return np.array(layout.lengths.tolist(), np.int64)  # numpy() knows no tensor that torch.func wraps
+    return np.array(layout.lengths.tolist(), np.int64)  # numpy() fails on tensors that torch.func wraps
 
 
 def _cuts(queries: Ints, keys: Ints, heads: int) -> list[int]:
-    """Return where groups begin, for lengths in descending order of their sum."""
-    # Of the longest from each on.
+    """Return the first sequence of each group, for lengths in descending order of their sum."""
+    # Of each sequence and all after it: the longest queries times the longest keys.
     area = np.maximum.accumulate(queries[::-1])[::-1] * np.maximum.accumulate(keys[::-1])[::-1]
     cuts, first = [0], 0
     while first < len(area) and area[first] > 0:
@@ -84,7 +84,7 @@ def _row_map(layout: Layout, order: Ints, cuts: list[int], heads: int) -> RowMap
     """Map the rows of tokens `[T * heads]` to those of padded groups, `[heads, N, L]` each, one after another."""
     lengths = _lengths(layout)
     ends = [*cuts[1:], len(order)]
-    start = np.empty(len(order), np.int64)  # of each sequence: its first row of head 0
+    start = np.empty(len(order), np.int64)  # of each sequence: first row of head 0
     stride = np.empty(len(order), np.int64)  # from head to head
     base = 0
     for first, end in zip(cuts, ends, strict=True):
@@ -93,9 +93,9 @@ def _row_map(layout: Layout, order: Ints, cuts: list[int], heads: int) -> RowMap
         start[members] = base + np.arange(len(members)) * longest
         stride[members] = len(members) * longest
         base += heads * len(members) * longest
-    of_token = np.repeat(np.arange(len(lengths)), lengths)
-    position = np.arange(len(of_token)) - (np.cumsum(lengths) - lengths)[of_token]
-    slots = (start[of_token] + position)[:, None] + stride[of_token][:, None] * np.arange(heads)
+    sequences = np.repeat(np.arange(len(lengths)), lengths)
+    position = np.arange(len(sequences)) - (np.cumsum(lengths) - lengths)[sequences]
+    slots = (start[sequences] + position)[:, None] + stride[sequences][:, None] * np.arange(heads)
     return RowMap.of(send(layout.offsets.device, torch.from_numpy(slots.reshape(-1)))[0], base)
 
 
@@ -106,10 +106,10 @@ def _plan(layout: Layout, key_layout: Layout, heads: int, key_heads: int) -> Pla
     cuts = _cuts(queries[order], keys[order], heads)
     groups, device = [], layout.offsets.device
     for first, end in zip(cuts, [*cuts[1:], len(order)], strict=True):
-        of_queries, of_keys = queries[order[first:end]], keys[order[first:end]]
-        T, S = int(of_queries.max(initial=0)), int(of_keys.max(initial=0))
-        shortest = int(of_keys.min(initial=S))  # as numbers, which no mode or trace has to know
-        q, k = torch.from_numpy(of_queries), torch.from_numpy(of_keys)
+        query_lengths, key_lengths = queries[order[first:end]], keys[order[first:end]]
+        T, S = int(query_lengths.max(initial=0)), int(key_lengths.max(initial=0))
+        shortest = int(key_lengths.min(initial=S))  # a Python int: invisible to modes and traces
+        q, k = torch.from_numpy(query_lengths), torch.from_numpy(key_lengths)
         bias = None
         if shortest < S:
             hidden = torch.arange(S, device="cpu") >= k[:, None, None]
@@ -126,7 +126,7 @@ def _plan(layout: Layout, key_layout: Layout, heads: int, key_heads: int) -> Pla
 def packed_attention(
     q: Tensor, k: Tensor, v: Tensor, layout: Layout, key_layout: Layout, rules: AttentionRules
 ) -> Tensor:
-    """Attention within each of B packed sequences: q `[T, H, K]`, k and v `[S, Hkv, K]` -> `[T, H, Kv]`.
+    """Compute attention within each of B packed sequences: q `[T, H, K]`, k and v `[S, Hkv, K]` -> `[T, H, Kv]`.
 
     Args:
         q, k, v, layout, key_layout: as in `functional.packed_attention`.
@@ -142,19 +142,17 @@ def packed_attention(
         forms = ((q, group.queries), (k, group.keys), (v, group.keys))
         q, k, v = (x.view(group.sequences, length, *x.shape[1:]).permute(2, 0, 1, 3) for x, length in forms)
         out = _attend(q, k, v, group, same, rules).permute(1, 2, 0, 3)
-        # As of other batches: callers may view it, and change it in place.
+        # A copy, as for other batches: callers may view the output, and change it in place.
         return out.clone(memory_format=torch.contiguous_format).flatten(0, 1)
     rows, key_rows = plan.rows
     q, k, v = rows.spread(q.flatten(0, 1)), key_rows.spread(k.flatten(0, 1)), key_rows.spread(v.flatten(0, 1))
     of_queries = q.split_with_sizes([H * group.sequences * group.queries for group in plan.groups])
     sizes = [Hkv * group.sequences * group.keys for group in plan.groups]
     outs = []
-    for group, *parts in zip(
-        plan.groups, of_queries, k.split_with_sizes(sizes), v.split_with_sizes(sizes), strict=True
-    ):
+    for group, *qkv in zip(plan.groups, of_queries, k.split_with_sizes(sizes), v.split_with_sizes(sizes), strict=True):
         N, T, S = group.sequences, group.queries, group.keys
-        of_group = parts[0].view(H, N, T, K), parts[1].view(Hkv, N, S, K), parts[2].view(Hkv, N, S, Kv)
-        outs.append(_attend(*of_group, group, same, rules).flatten(0, 2))
+        heads = qkv[0].view(H, N, T, K), qkv[1].view(Hkv, N, S, K), qkv[2].view(Hkv, N, S, Kv)
+        outs.append(_attend(*heads, group, same, rules).flatten(0, 2))
     out = outs[0] if len(outs) == 1 else torch.cat(outs)
     return rows.gather(out).view(tokens, H, Kv)
 
@@ -170,7 +168,7 @@ def _attend(q: Tensor, k: Tensor, v: Tensor, group: Group, same: bool, rules: At
     (H, N, T), (Hkv, _, S) = q.shape[:3], k.shape[:3]
     by_start = rules.alignment == "top_left"
     # Causal self-attention needs no lengths: the keys up to a real query are real.
-    alone = group.key_bias is None or (rules.causal and same)
+    needs_no_lengths = group.key_bias is None or (rules.causal and same)
     bias = rules.distance_bias
     plain = q.is_cpu and by_start and Hkv == H and (rules.window, rules.softcap, rules.sinks) == (None, None, None)
     if bias is not None:
@@ -184,22 +182,21 @@ def _attend(q: Tensor, k: Tensor, v: Tensor, group: Group, same: bool, rules: At
             scores = (wide(scores).view(H, N, T, S) + pairs).flatten(0, 1)
         if rules.causal:
             scores = scores + torch.full((T, S), -math.inf, dtype=scores.dtype, device=q.device).triu_(1)
-        if group.key_bias is not None and not alone:
+        if group.key_bias is not None and not needs_no_lengths:
             scores = (scores.view(H, N, T, S) + group.key_bias.to(scores.dtype)).flatten(0, 1)
         weights = scores.softmax(-1)
         weights = weights if weights.dtype == v.dtype or widens(v) else weights.to(v.dtype)
         weights = drop(weights, rules.dropout_p) if rules.dropout_p else weights
         out = weighted_sum(weights, v.flatten(0, 1))
         return out.view(H, N, T, v.shape[3])
-    padded = replace(
-        rules, query_lengths=None if by_start else group.query_lengths, key_lengths=None if alone else group.key_lengths
-    )
+    key_lengths = None if needs_no_lengths else group.key_lengths
+    padded = replace(rules, query_lengths=None if by_start else group.query_lengths, key_lengths=key_lengths)
     q, k, v = (x.transpose(0, 1) for x in (q, k, v))  # [N, H, L, K]
     return attention_over_zeros(q, k, v, padded).transpose(0, 1)
 
 
 def _in_one_group(q: Tensor, k: Tensor, v: Tensor, layout: Layout, key_layout: Layout, rules: AttentionRules) -> Tensor:
-    """`packed_attention` without a look at the lengths, which no graph can take, a compiler's or CUDA's."""
+    """Compute `packed_attention` without reading lengths, as torch.compile and CUDA graphs require."""
 
     def padded(x: Tensor, layout: Layout) -> Tensor:  # [T, H, K] -> [B, H, max_length, K]
         B, L = layout.batch, layout.max_length

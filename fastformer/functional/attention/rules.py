@@ -1,4 +1,4 @@
-"""One attention call but for q, k and v: who attends to whom, and how; and rows that may attend to nothing.
+"""Options of one attention call, the bool mask of its positions, and rows that may attend to nothing.
 
 Letters: B batch, H heads, T queries, S keys, K head size.
 """
@@ -22,12 +22,12 @@ ALIGNMENTS: tuple[str, ...] = get_args(Alignment)
 
 @dataclass(frozen=True, eq=False)
 class AttentionRules:
-    """One attention call but for q, k and v; the fields mean what `functional.attention` says.
+    """One attention call without q, k and v; `functional.attention` documents the fields.
 
-    What `check_attention` and `check_packed_attention` return says each thing in one way only: mask has at least two
-    dimensions; lengths are int64 on q's device; a side of window is None where it reaches beyond all positions, its
-    right is 0 where `causal` is True, and window is None where nothing is left to say; `alignment` is "top_left" where
-    both alignments are the same; softcap is a float.
+    `check_attention` and `check_packed_attention` return a normal form: mask has at least two dimensions; lengths are
+    int64 on q's device; a side of window is None if it reaches beyond all positions; the right side is 0 if `causal`;
+    window is None if it hides no key that `causal` shows; `alignment` is "top_left" if both alignments are the same;
+    softcap is a float.
     """
 
     mask: Tensor | None = None
@@ -45,7 +45,7 @@ class AttentionRules:
 
     @property
     def tensors(self) -> tuple[Tensor | None, ...]:
-        """Those of the caller: what is differentiable, and what is not."""
+        """The tensors of the call: the differentiable ones, then the others."""
         return self.mask, self.distance_bias, self.sinks, self.query_lengths, self.key_lengths, self.key_mask
 
 
@@ -54,10 +54,10 @@ def allowed_positions(q: Tensor, k: Tensor, rules: AttentionRules) -> Tensor | N
 
     Args:
         q: `[B, H, T, K]`; k: `[B, Hkv, S, K]`.
-        rules: all but its mask.
+        rules: of the call; the mask is ignored.
 
     Returns:
-        Broadcastable to `[B, 1, T, S]`; None where nothing limits.
+        Broadcastable to `[B, 1, T, S]`; None if nothing is hidden.
     """
     left, right = rules.window or (None, None)  # how far to either side of position t + shift query t attends
     right = 0 if rules.causal else right

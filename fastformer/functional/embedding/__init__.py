@@ -1,1 +1,1 @@
-"""What stands before the first layer."""
+"""Embedding of tokens and positions, with dropout."""

@@ -1,7 +1,7 @@
 """Embedding, dropout(scale * weight[ids] + table[positions]): op, checks, reference, registration, autograd Function.
 
 Backward puts the gradient through the same mask and the scale, in one pass, and adds up the rows of each word with
-torch's own `embedding_dense_backward`, which is deterministic. Ids, positions and the seed are all that is kept.
+torch's own `embedding_dense_backward`, which is deterministic. It saves only ids, positions and the seed.
 
 Letters: D model width, P positions, V vocabulary.
 """
@@ -29,13 +29,13 @@ def embedding(
     scale: float = 1.0,
     dropout_p: float = 0.0,
 ) -> Tensor:
-    """dropout(scale * weight[ids] + table[positions]), what stands before the first layer of a Transformer.
+    """Compute dropout(scale * weight[ids] + table[positions]), the input of a Transformer's first layer.
 
     Args:
         ids: int64 `[...]`.
         weight: `[V, D]`.
         table: `[P, D]`, learned or fixed; None for no positions.
-        positions: int64, of the shape of ids; given if and only if table is.
+        positions: int64, of the shape of ids; None if and only if table is None.
         scale: of the weight.
         dropout_p: dropout of the sum; applied whenever it is not 0.
 
@@ -44,8 +44,8 @@ def embedding(
 
     Raises:
         ValueError, TypeError: an argument does not fit.
-        IndexError: an id or a position on the CPU is no row. On a GPU nothing waits to look: torch's kernel stops with
-            an assertion, the fused one gives NaN.
+        IndexError: an id or a position on the CPU is no row. On a GPU the values are not checked, which would wait for
+            the device: torch's kernel stops with an assertion, the fused one gives NaN.
     """
     check_tensors(("ids", "weight", "table", "positions"), ids, (weight,), (table, positions))
     _check(ids, weight, table, positions)
@@ -63,17 +63,19 @@ def embedding(
     return call(_Embedding, weight, table, ids, positions, seed, scale, dropout_p, eager_formula(plain))  # type: ignore[no-any-return]
 
 
-def _check_indices(name: str, indices: Tensor, of: str, matrix: Tensor) -> None:
-    """Raise unless indices are rows of a matrix; values are looked at on the CPU only, where that waits for nothing."""
+def _check_indices(name: str, indices: Tensor, matrix_name: str, matrix: Tensor) -> None:
+    """Raise unless indices are rows of a matrix; values are checked on the CPU only, where that waits for no device."""
     if indices.dtype != torch.int64:
         raise TypeError(f"{name} must be int64, not {indices.dtype}")
     if matrix.dim() != 2:
-        raise ValueError(f"{of} must have two dimensions, not shape {list(matrix.shape)}")
+        raise ValueError(f"{matrix_name} must have two dimensions, not shape {list(matrix.shape)}")
     if readable(indices):
         low, high = int(indices.min()), int(indices.max())
         if low < 0 or high >= matrix.shape[0]:
             wrong = low if low < 0 else high
-            raise IndexError(f"{name} must lie between 0 and {matrix.shape[0] - 1}, the last row of {of}, not {wrong}")
+            raise IndexError(
+                f"{name} must lie between 0 and {matrix.shape[0] - 1}, the last row of {matrix_name}, not {wrong}"
+            )
 
 
 def _check(ids: Tensor, weight: Tensor, table: Tensor | None, positions: Tensor | None) -> None:
@@ -90,7 +92,7 @@ def _check(ids: Tensor, weight: Tensor, table: Tensor | None, positions: Tensor 
 
 
 def _plain(ids: Tensor, positions: Tensor | None, scale: float, weight: Tensor, table: Tensor | None) -> Tensor:
-    """The reference, but for dropout: scale * weight[ids] + table[positions]."""
+    """Compute the reference without dropout: scale * weight[ids] + table[positions]."""
     x = F.embedding(ids, weight) * scale
     return x if table is None or positions is None else x + F.embedding(positions, table)
 
@@ -118,7 +120,7 @@ _scaled_gradient = define(
 
 
 def _dense(dout: Tensor, ids: Tensor, matrix: Tensor, seed: Tensor | None, scale: float, dropout_p: float) -> Tensor:
-    """The gradient of a matrix from that of dropout(scale * matrix[ids])."""
+    """Return the gradient of a matrix from the gradient of dropout(scale * matrix[ids])."""
     if seed is not None or scale != 1.0:
         dout = _scaled_gradient(dout, seed, scale, dropout_p)
     # -1: no row is padding, False: rows count as often as they occur.

@@ -1,13 +1,13 @@
 """The feed-forward network of a layer: op, checks, reference, registration and autograd Function.
 
-Fused, it is torch's matrix products, and one kernel between them each way:
+The fused op runs torch's matrix products, and one kernel between them in each direction:
 
     h = x weight1^T + bias1        a = dropout(activation(h))        y = a weight2^T + bias2
 
-Kept for backward, beside the weights: x, and a where the activation is ReLU (its zeros say all that h would), else h,
-from which the backward kernel makes a once more. Bytes a token in 16 bits: 2 D + 2 F, where plain PyTorch keeps
+Saved for backward, beside the weights: x, and a if the activation is ReLU (its zeros replace h), else h, from which the
+backward kernel computes a again. Bytes per token in 16 bits: 2 D + 2 F, where plain PyTorch saves
 2 D + 5 F (h, a, and dropout's mask of one byte): 10/22 at F = 4 D. Gated, 2 D + 4 F against 2 D + 9 F: 18/38. With
-`recompute` x alone is kept, 2/22 and 2/38, for one more matrix product in backward.
+`recompute` x alone is saved, 2/22 and 2/38, for one more matrix product in backward.
 
 The matrix products stay torch's own: no product with the activation in its epilogue has been measured to be faster.
 
@@ -44,7 +44,7 @@ def feed_forward(
     dropout_p: float = 0.0,
     recompute: bool = False,
 ) -> Tensor:
-    """dropout(activation(x weight1^T + bias1)) weight2^T + bias2.
+    """Compute dropout(activation(x weight1^T + bias1)) weight2^T + bias2.
 
     Args:
         x: `[..., D]`.
@@ -54,7 +54,7 @@ def feed_forward(
         bias2: `[Dout]`, or None.
         activation: "relu", "gelu" (exact), "gelu_tanh", "geglu", "swiglu", "reglu".
         dropout_p: dropout of the hidden activations; applied whenever it is not 0.
-        recompute: keep x alone for backward, which costs one matrix product more there.
+        recompute: save x alone for backward, which then computes one more matrix product.
 
     Returns:
         `[..., Dout]`.
@@ -129,9 +129,9 @@ def reference(
     activation: Activation,
     dropout_p: float,
 ) -> Tensor:
-    """`feed_forward` in plain PyTorch."""
+    """Compute `feed_forward` in plain PyTorch."""
     hidden = linear(x, weight1, bias1)
-    # In place where nothing else needs the argument: one pass over the widest tensor of a layer less.
+    # In place where nothing else needs the argument: saves one pass over the widest tensor of a layer.
     hidden = F.relu_(hidden) if activation == "relu" else activate(hidden, activation)
     return linear(drop(hidden, dropout_p) if dropout_p else hidden, weight2, bias2)
 
@@ -177,26 +177,26 @@ _relu_backward = define(
 
 
 class _FeedForward(torch.autograd.Function):
-    """x `[M, D]`, … -> (y `[M, Dout]`, what is kept of the hidden activations or None)."""
+    """x `[M, D]`, … -> (y `[M, Dout]`, the hidden tensor saved for backward or None)."""
 
     @staticmethod
     def forward(
         x: Tensor, weight1: Tensor, bias1: Tensor | None, weight2: Tensor, bias2: Tensor | None, *rest: Any
     ) -> tuple[Tensor, Tensor | None]:
-        seed, activation, dropout_p, keeps, _ = rest
+        seed, activation, dropout_p, saves_hidden, _ = rest
         h = F.linear(x, weight1, bias1)  # [M, F] or [M, 2F]
         a = _activate(h, seed, activation, dropout_p)  # [M, F]
-        kept = (a if activation == "relu" else h) if keeps else None
-        del h  # where it is not kept, its memory is free for the second product
-        return F.linear(a, weight2, bias2), kept
+        saved_hidden = (a if activation == "relu" else h) if saves_hidden else None
+        del h  # frees its memory for the second product, unless it is saved
+        return F.linear(a, weight2, bias2), saved_hidden
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor | None]) -> None:
         *tensors, ctx.activation, ctx.dropout_p, _, ctx.formula = inputs
-        kept = output[1]
-        ctx.save_for_backward(*tensors, kept)
-        if kept is not None:
-            ctx.mark_non_differentiable(kept)
+        saved_hidden = output[1]
+        ctx.save_for_backward(*tensors, saved_hidden)
+        if saved_hidden is not None:
+            ctx.mark_non_differentiable(saved_hidden)
         ctx.set_materialize_grads(False)
 
     @staticmethod
@@ -204,15 +204,15 @@ class _FeedForward(torch.autograd.Function):
         rest = (None,) * 5
         if dy is None:
             return *rest, *rest
-        *inputs, seed, kept = ctx.saved_tensors
+        *inputs, seed, saved_hidden = ctx.saved_tensors
         if twice("feed_forward", ctx.formula, seed):
             return *plain_gradients(ctx.formula, inputs, ctx.needs_input_grad[:5], (dy,)), *rest
         x, weight1, bias1, weight2, _ = inputs
         needs_x, needs_weight1, needs_bias1, needs_weight2, needs_bias2 = ctx.needs_input_grad[:5]
         activation, p = ctx.activation, ctx.dropout_p
-        h: Any = None if activation == "relu" else kept
-        a: Any = kept if activation == "relu" else None
-        if kept is None:
+        h: Any = None if activation == "relu" else saved_hidden
+        a: Any = saved_hidden if activation == "relu" else None
+        if saved_hidden is None:
             h = _hidden_again(x, weight1, bias1, dy)
         dx, dweight1, dbias1 = None, None, None
         if needs_x or needs_weight1 or needs_bias1:
@@ -244,6 +244,6 @@ def _fused(
     seed = dropout_seed(x) if dropout_p > 0.0 else None
     shape = x.shape
     x = x.reshape(math.prod(shape[:-1]), shape[-1])
-    keeps = torch.is_grad_enabled() and not recompute
-    y, _ = call(_FeedForward, x, *parameters, seed, activation, dropout_p, keeps, formula)
+    saves_hidden = torch.is_grad_enabled() and not recompute
+    y, _ = call(_FeedForward, x, *parameters, seed, activation, dropout_p, saves_hidden, formula)
     return y.view(*shape[:-1], y.shape[1])  # type: ignore[no-any-return]

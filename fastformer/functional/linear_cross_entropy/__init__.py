@@ -1,1 +1,1 @@
-"""The last linear layer and the loss in one, whose logits never exist all at once."""
+"""The last linear layer and cross entropy in one op, whose logits never exist all at once."""

@@ -1,7 +1,7 @@
 """Linear layer and cross entropy in one: op, checks, registration and autograd Functions.
 
-For a sum of losses the gradients are computed with it, as the logits are there then, and only scaled in backward. For
-single losses (reduction "none") the forward pass keeps nothing but its inputs, and backward computes the logits again.
+For a sum of losses, forward computes the gradients too, while it has the logits, and backward only scales them. For
+single losses (reduction "none"), forward saves its inputs alone, and backward computes the logits again.
 
 Letters: D model width, M rows, V vocabulary.
 """
@@ -33,16 +33,16 @@ def linear_cross_entropy(
     label_smoothing: float = 0.0,
     reduction: Reduction = "mean",
 ) -> Tensor:
-    """Cross entropy of softmax(x weight^T + bias) against target, as `F.cross_entropy(F.linear(...), target)`.
+    """Compute the cross entropy of x weight^T + bias and target, as `F.cross_entropy(F.linear(...), target)`.
 
     Args:
         x: `[M, D]` or `[..., D]`.
         weight: `[V, D]`; may be tied to an embedding.
         target: int64, of x's shape without the last dimension.
         bias: `[V]`, or None.
-        ignore_index: targets of this value count for nothing.
+        ignore_index: targets of this value are ignored.
         label_smoothing: share of the probability spread over all classes (Szegedy et al. 2016).
-        reduction: "mean" over the targets that count, "sum", or "none" (of target's shape).
+        reduction: "mean" over the targets that are not ignored, "sum", or "none" (of target's shape).
 
     Raises:
         ValueError, TypeError: an argument does not fit.
@@ -62,14 +62,15 @@ def linear_cross_entropy(
     _check_classes(target, weight.shape[0], ignore_index)
     shape, rows = target.shape, reduction == "none"
     x, target = x.reshape(math.prod(shape), x.shape[-1]), target.reshape(-1)
-    how = (target, ignore_index, label_smoothing)
+    settings = (target, ignore_index, label_smoothing)
     if runs_fused("linear_cross_entropy", x):
-        loss = _fused((x, weight, bias), how, rows)
+        loss = _fused((x, weight, bias), settings, rows)
     else:
-        loss = reference.linear_cross_entropy(x, weight, bias, *how, rows)
+        loss = reference.linear_cross_entropy(x, weight, bias, *settings, rows)
     if reduction == "mean":
         count = (target != ignore_index).sum()
-        return torch.where(count > 0, loss / count.clamp(min=1), math.nan)  # of none NaN, with gradients 0, as in torch
+        # As in torch: NaN if all targets are ignored, with gradients 0.
+        return torch.where(count > 0, loss / count.clamp(min=1), math.nan)
     return loss.view(shape) if rows else loss
 
 
@@ -117,7 +118,7 @@ _backward = define(
 
 
 class LinearCrossEntropySum(torch.autograd.Function):
-    """Those of `_INPUTS`, formula -> the sum of all losses; `wanted` are the gradients to compute with it."""
+    """`_INPUTS`, formula -> (the sum of all losses, its gradients for x, weight and bias, empty unless `wanted`)."""
 
     @staticmethod
     def forward(*inputs: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -136,26 +137,26 @@ class LinearCrossEntropySum(torch.autograd.Function):
         grad, none = grads[0], (None,) * 5
         if grad is None:
             return None, None, None, *none
-        x, weight, bias, *found = ctx.saved_tensors
+        x, weight, bias, *gradients = ctx.saved_tensors
         inputs = x, weight, bias
-        wanted = ctx.needs_input_grad[:3]
+        needs_grad = ctx.needs_input_grad[:3]
         if twice("linear_cross_entropy", formula := ctx.formula):
-            return *plain_gradients(lambda *inputs: formula(*inputs).sum(), inputs, wanted, (grad,)), *none
-        triples = zip(found, inputs, wanted, strict=True)
-        return *(_scaled(dy, grad, y.dtype) if want else None for dy, y, want in triples), *none
+            return *plain_gradients(lambda *inputs: formula(*inputs).sum(), inputs, needs_grad, (grad,)), *none
+        triples = zip(gradients, inputs, needs_grad, strict=True)
+        return *(_scaled(dy, grad, y.dtype) if needed else None for dy, y, needed in triples), *none
 
 
 def _scaled(gradient: Tensor, factor: Tensor, dtype: torch.dtype) -> Tensor:
-    """Multiply in fp32 and round once, in one pass.
+    """Return gradient * factor, computed in fp32 and rounded once, in one pass.
 
-    Next to an fp16 matrix, torch reads a factor without dimensions as fp16, too.
+    Beside an fp16 matrix, torch casts a factor without dimensions to fp16, so the factor gets dimensions here.
     """
     factor = factor.view([1] * gradient.dim())
     return torch.mul(gradient, factor, out=gradient.new_empty(gradient.shape, dtype=dtype))
 
 
 class LinearCrossEntropyRows(torch.autograd.Function):
-    """Those of `_INPUTS` but for `wanted`, formula -> the loss of each row."""
+    """`_INPUTS` without `wanted`, formula -> the loss of each row."""
 
     @staticmethod
     def forward(*inputs: Any) -> Tensor:
@@ -172,36 +173,36 @@ class LinearCrossEntropyRows(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         saved = ctx.saved_tensors
         inputs = saved[:3]
-        wanted = list(ctx.needs_input_grad[:3])
+        needs_grad = list(ctx.needs_input_grad[:3])
         if twice("linear_cross_entropy", ctx.formula):
-            found = plain_gradients(ctx.formula, inputs, wanted, grads)
+            gradients = plain_gradients(ctx.formula, inputs, needs_grad, grads)
         else:
-            computed = _backward(grads[0], *saved, *ctx.settings, wanted)
-            found = tuple(dy if want else None for dy, want in zip(computed, wanted, strict=True))
-        return *found, None, None, None, None
+            computed = _backward(grads[0], *saved, *ctx.settings, needs_grad)
+            gradients = tuple(dy if needed else None for dy, needed in zip(computed, needs_grad, strict=True))
+        return *gradients, None, None, None, None
 
 
-def _fused(tensors: tuple[Tensor | None, ...], how: tuple[Tensor, int, float], rows: bool) -> Tensor:
-    """Run the op with its kernels: the loss of each row, fp32 `[M]`, or their sum.
+def _fused(tensors: tuple[Tensor | None, ...], settings: tuple[Tensor, int, float], rows: bool) -> Tensor:
+    """Run the op with its kernels; return the loss of each row, fp32 `[M]`, or their sum.
 
-    Under autocast the logits are in its dtype, as those of `F.linear`; losses are fp32. Rows that are ignored cost
-    their part of the matrix products: to leave them out, their number would have to be known on the host. A packed
-    batch has none. A target that is no class gives NaN.
+    Under autocast the logits have its dtype, as those of `F.linear`; losses are fp32. Ignored rows cost their share of
+    the matrix products, because skipping them needs their number on the host. A packed batch has none. A target that is
+    no class gives NaN.
 
     Args:
         tensors: x `[M, D]`, weight and bias.
-        how: target, ignore_index and label smoothing.
-        rows: the loss of each row.
+        settings: target, ignore_index and label smoothing.
+        rows: return the loss of each row.
     """
-    formula = eager_formula(partial(_rows, how), how[0])
+    formula = eager_formula(partial(_rows, settings), settings[0])
     tensors = to_autocast(*tensors)
     if rows:
-        return call(LinearCrossEntropyRows, *tensors, *how, formula)  # type: ignore[no-any-return]
+        return call(LinearCrossEntropyRows, *tensors, *settings, formula)  # type: ignore[no-any-return]
     training = torch.is_grad_enabled()
-    wanted = [training and y is not None and y.requires_grad for y in tensors]
-    total: Tensor = call(LinearCrossEntropySum, *tensors, *how, wanted, formula)[0]
+    needs_grad = [training and y is not None and y.requires_grad for y in tensors]
+    total: Tensor = call(LinearCrossEntropySum, *tensors, *settings, needs_grad, formula)[0]
     return total
 
 
-def _rows(how: tuple[Tensor, int, float], x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    return reference.linear_cross_entropy(x, weight, bias, *how, True)
+def _rows(settings: tuple[Tensor, int, float], x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    return reference.linear_cross_entropy(x, weight, bias, *settings, True)

@@ -1,4 +1,4 @@
-"""Linear + cross entropy in plain PyTorch, a chunk of rows at a time: the logits are never all there.
+"""Linear + cross entropy in plain PyTorch, a chunk of rows at a time: the logits never exist all at once.
 
 For a scalar loss the gradients of a chunk are computed right after its logits, while they are in the cache; measured in
 docs/kernels/linear-cross-entropy.md. Double backward goes through the plain formula.
@@ -17,12 +17,12 @@ from fastformer.host.autograd_function import NAMESPACE
 from fastformer.host.devices import autocasts, to_autocast
 from fastformer.modes import compiling, forward_ad, transformed
 
-CPU_CHUNK_BYTES = 4 << 20  # of fp32 logits; 0.5, 1, 2, 4, 8, 16, 64 MiB took 204, 201, 180, 166, 176, 159, 244 ms there
-# Below that, passes over the weight and its gradient are what takes the time: for 700 rows, D 200, V 33,280, chunks of
+CPU_CHUNK_BYTES = 4 << 20  # of fp32 logits; 0.5, 1, 2, 4, 8, 16, 64 MiB took 204, 201, 180, 166, 176, 159, 244 ms
+# With fewer rows, passes over the weight and its gradient take most time: for 700 rows, D 200, V 33,280, chunks of
 # 32, 128, 192, 256, 350, 512 rows took 887, 524, 508, 618, 645, 608 ms, F.cross_entropy 742.
 CPU_CHUNK_ROWS = 192
-# What the softmax works on at a time, so that its passes stay in the cache: with it, loss and gradients took
-# as long as the three matrix products alone (635 and 631 ms there, on a busy core), without it 763.
+# The softmax works on one block at a time, which stays in the cache: with blocks, loss and gradients took as long as
+# the three matrix products alone (635 and 631 ms, on a busy core), without blocks 763.
 CPU_BLOCK_BYTES = 1 << 20
 # Rows of logits begin at multiples of 64 bytes. WikiText-2's 33,278 words, 700 rows, D 200: 545 ms, one behind the
 # other 649, F.cross_entropy 877 (three products of such logits alone 596); for 33,280 words it makes no difference.
@@ -38,7 +38,7 @@ def plain_loss(
     logits = logits if logits.dtype == torch.float64 else logits.float()
     counts = target != ignore_index  # [M]
     label = torch.where(counts, target, 0)[:, None]
-    # The loss does not depend on what is subtracted: no derivative goes through the largest logit.
+    # The loss does not depend on the subtracted number: no derivative goes through the largest logit.
     logits = logits - logits.detach().amax(1, keepdim=True)
     of_label = logits.gather(1, label)
     mean = logits.mean(1, keepdim=True) if label_smoothing > 0.0 else None
@@ -63,12 +63,12 @@ def _losses(of_label: Tensor, others: Tensor, mean: Tensor | None, label_smoothi
 
 
 def _losses_(
-    logits: Tensor, bias: Tensor | None, label: Tensor, counts: Tensor, label_smoothing: float, wanted: bool
+    logits: Tensor, bias: Tensor | None, label: Tensor, counts: Tensor, label_smoothing: float, wants_gradient: bool
 ) -> Tensor:
     """Compute the loss of each row, `[m]`, of logits `[m, V]` still without `bias`.
 
-    The logits become d loss / d z where `wanted`: softmax(z) - (1 - eps) onehot(y) - eps / V. Loss and gradient are 0
-    where `counts` is False.
+    The logits become d loss / d z if `wants_gradient`: softmax(z) - (1 - eps) onehot(y) - eps / V. Loss and gradient
+    are 0 where `counts` is False.
     """
     if bias is not None:
         logits += bias
@@ -77,7 +77,7 @@ def _losses_(
     of_label = logits.gather(1, label)  # [m, 1]
     mean = logits.mean(1, keepdim=True) if label_smoothing > 0.0 else None
     others = logits.exp_().scatter_(1, label, 0.0).sum(1, keepdim=True)
-    if wanted:
+    if wants_gradient:
         shares = counts.to(logits.dtype)[:, None]  # [m, 1]
         inverse = shares / (others + of_label.exp())
         logits.mul_(inverse)
@@ -99,7 +99,7 @@ def _gradients(
 
 
 def _rows_at_once(x: Tensor, V: int) -> tuple[int, int]:
-    """The rows of a chunk, and of a block of it that the softmax works on."""
+    """Return the number of rows of a chunk, and of a block of it that the softmax works on."""
     on_cpu = x.device.type == "cpu"
     least, size = (CPU_CHUNK_ROWS, CPU_CHUNK_BYTES) if on_cpu else (1, GPU_CHUNK_BYTES)
     block = CPU_BLOCK_BYTES if on_cpu else GPU_CHUNK_BYTES
@@ -118,9 +118,9 @@ def _chunk_(
     target: Tensor,
     ignore_index: int,
     label_smoothing: float,
-    wanted: bool,
+    wants_gradient: bool,
 ) -> Tensor:
-    """Return the losses of a chunk of rows, `[m]`; dlogits `[m, V]` is filled with d loss / d z where `wanted`."""
+    """Return the losses of a chunk of rows, `[m]`; dlogits `[m, V]` is filled with d loss / d z if `wants_gradient`."""
     counts = target != ignore_index  # [m]
     label = torch.where(counts, target, 0)
     # Autocast computes the logits in its own dtype, like any linear layer.
@@ -130,11 +130,11 @@ def _chunk_(
     else:
         dlogits.copy_(F.linear(x, weight, bias))
     losses = []
-    _, lines = _rows_at_once(x, weight.shape[0])
-    for at in range(0, len(counts), lines):
-        part = slice(at, at + lines)
+    _, block_rows = _rows_at_once(x, weight.shape[0])
+    for start in range(0, len(counts), block_rows):
+        block = slice(start, start + block_rows)
         added = bias if plain else None
-        losses.append(_losses_(dlogits[part], added, label[part], counts[part], label_smoothing, wanted))
+        losses.append(_losses_(dlogits[block], added, label[block], counts[block], label_smoothing, wants_gradient))
     return torch.cat(losses)
 
 
@@ -154,10 +154,10 @@ def _in_chunks(
     dx, dweight, dbias = _gradients(x, weight, wanted, wide)
     losses = [torch.zeros(0, dtype=wide, device=x.device)]
     step, _ = _rows_at_once(x, V)
-    place = _aligned(step, V, wide, x.device)
+    buffer = _aligned(step, V, wide, x.device)
     for start in range(0, M, step):
         rows = slice(start, start + step)
-        dlogits = place[: min(step, M - start)]  # at first the logits, [m, V]
+        dlogits = buffer[: min(step, M - start)]  # at first the logits, [m, V]
         inputs = x[rows], weight, bias, target[rows]
         losses.append(_chunk_(dlogits, *inputs, ignore_index, label_smoothing, any(wanted)))
         if not any(wanted):
@@ -175,7 +175,7 @@ def _in_chunks(
     return torch.cat(losses), dx, dweight, dbias
 
 
-# As one op of a graph of torch.compile, which would unroll its loop, and cannot take `out=`.
+# One op in a graph of torch.compile, which would unroll the loop, and cannot take `out=`.
 _in_chunks_op = torch.library.custom_op(f"{NAMESPACE}::chunked_cross_entropy", _in_chunks, mutates_args=())
 
 
@@ -194,9 +194,9 @@ def _(
 
 
 def _fits_one_chunk(x: Tensor, weight: Tensor) -> bool:
-    """Whether d loss / d z may wait for backward: it is one chunk, and fp32 or fp64, which any factor leaves exact.
+    """Return whether forward can save d loss / d z: it is one chunk, in fp32 or fp64, which scaling does not coarsen.
 
-    Then no gradient `[V, D]` is made only to be multiplied. Loss and gradients of 14, 64 and 180 rows, D 256, V 5,900,
+    Then no gradient `[V, D]` is computed only to be scaled. Loss and gradients of 14, 64 and 180 rows, D 256, V 5,900,
     were 1.17, 1.08 and 1.03 times as fast as in the other form, of 20 rows, D 200, V 33,278, 1.21 times (one core).
     """
     wide = torch.promote_types(weight.dtype, torch.float32)
@@ -207,7 +207,7 @@ def _fits_one_chunk(x: Tensor, weight: Tensor) -> bool:
 class ChunkedCrossEntropy(torch.autograd.Function):
     """Sum of the losses of all rows; gradients are computed in forward, chunk by chunk, where any is needed.
 
-    Of a single chunk, forward keeps d loss / d z `[M, V]`, and the products wait for backward.
+    For a single chunk, forward saves d loss / d z `[M, V]`, and backward computes the products.
     """
 
     @staticmethod
@@ -220,42 +220,42 @@ class ChunkedCrossEntropy(torch.autograd.Function):
         ignore_index: int,
         label_smoothing: float,
     ) -> Tensor:
-        wanted = list(ctx.needs_input_grad[:3])
+        needs_grad = list(ctx.needs_input_grad[:3])
         ctx.settings = ignore_index, label_smoothing
-        ctx.one_chunk = any(wanted) and not compiling() and _fits_one_chunk(x, weight)
+        ctx.one_chunk = any(needs_grad) and not compiling() and _fits_one_chunk(x, weight)
         if ctx.one_chunk:
             dlogits = _aligned(x.shape[0], weight.shape[0], weight.dtype, x.device)
             losses = _chunk_(dlogits, x, weight, bias, target, ignore_index, label_smoothing, True)
             ctx.save_for_backward(x, weight, bias, target, dlogits)
             return losses.sum()
         run = _in_chunks_op if compiling() else _in_chunks
-        losses, *found = run(x, weight, bias, target, ignore_index, label_smoothing, wanted)
-        ctx.save_for_backward(x, weight, bias, target, *found)
+        losses, *gradients = run(x, weight, bias, target, ignore_index, label_smoothing, needs_grad)
+        ctx.save_for_backward(x, weight, bias, target, *gradients)
         return losses.sum()
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        x, weight, bias, target, *found = ctx.saved_tensors
+        x, weight, bias, target, *saved = ctx.saved_tensors
         (grad,) = grads
-        wanted = ctx.needs_input_grad[:3]
+        needs_grad = ctx.needs_input_grad[:3]
         # Where the gradient is to be differentiated; no graph of torch.compile has second derivatives.
         if torch.is_grad_enabled() and not compiling():
             # Views: a tied weight has a gradient here, apart from the one that it has through x.
-            places: list[Any] = [None if t is None else t.view_as(t) for t in (x, weight, bias)]
-            inputs = [t for t, needed in zip(places, wanted, strict=True) if needed]
-            loss = plain_loss(places[0], places[1], places[2], target, *ctx.settings).sum()
-            given = iter(torch.autograd.grad(loss, inputs, grad, create_graph=True))
-            return *(next(given) if needed else None for needed in wanted), None, None, None
+            views: list[Any] = [None if t is None else t.view_as(t) for t in (x, weight, bias)]
+            inputs = [t for t, needed in zip(views, needs_grad, strict=True) if needed]
+            loss = plain_loss(views[0], views[1], views[2], target, *ctx.settings).sum()
+            gradients = iter(torch.autograd.grad(loss, inputs, grad, create_graph=True))
+            return *(next(gradients) if needed else None for needed in needs_grad), None, None, None
         if ctx.one_chunk:
-            dlogits = found[0] * grad
+            dlogits = saved[0] * grad
             return (
-                dlogits @ weight if wanted[0] else None,
-                dlogits.t() @ x if wanted[1] else None,
-                dlogits.sum(0) if wanted[2] else None,
+                dlogits @ weight if needs_grad[0] else None,
+                dlogits.t() @ x if needs_grad[1] else None,
+                dlogits.sum(0) if needs_grad[2] else None,
                 None, None, None,
             )  # fmt: skip
-        # In fp32 at least: next to an fp16 matrix on a GPU, torch reads a factor without dimensions as fp16 too.
-        triples = zip(found, (x, weight, bias), wanted, strict=True)
+        # In fp32 at least: beside an fp16 matrix on a GPU, torch casts a factor without dimensions to fp16.
+        triples = zip(saved, (x, weight, bias), needs_grad, strict=True)
         scaled = [(d.to(grad.dtype) * grad).to(t.dtype) if needed else None for d, t, needed in triples]
         return *scaled, None, None, None
 
@@ -269,15 +269,15 @@ def linear_cross_entropy(
     label_smoothing: float,
     rows: bool,
 ) -> Tensor:
-    """Cross entropy of softmax(x weight^T + bias), x `[M, D]`, weight `[V, D]`, target `[M]`: the sum, or all rows."""
+    """Return the cross entropy of x weight^T + bias: x `[M, D]`, weight `[V, D]`, target `[M]`; the sum or rows."""
     if autocasts(x):
-        # Custom Functions do not see autocast; F.linear, inside, obeys it.
+        # Autocast does not cast inputs of custom Functions; it does cast those of F.linear inside.
         x, weight, bias = to_autocast(x, weight, bias)  # type: ignore[assignment]
-    given = (x, weight) if bias is None else (x, weight, bias)
+    inputs = (x, weight) if bias is None else (x, weight, bias)
     settings = target, ignore_index, label_smoothing
-    trained = torch.is_grad_enabled() and any(t.requires_grad for t in given)
-    # What torch.func and forward mode take is plain, and so is what keeps the classes of tensors.
-    plain = transformed() or forward_ad._current_level >= 0 or torch.overrides.has_torch_function(given)
+    trained = torch.is_grad_enabled() and any(t.requires_grad for t in inputs)
+    # torch.func, forward mode and subclasses of Tensor need the plain formula.
+    plain = transformed() or forward_ad._current_level >= 0 or torch.overrides.has_torch_function(inputs)
     if plain or (rows and trained):
         losses = plain_loss(x, weight, bias, *settings)
         return losses if rows else losses.sum()

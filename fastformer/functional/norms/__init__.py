@@ -1,1 +1,1 @@
-"""The norms over the last dimensions, a file each, and the step between two sublayers that ends in one of them."""
+"""Norms over the last dimensions, one per file, and the step between two sublayers: residual, dropout and norm."""

@@ -1,6 +1,6 @@
 """s = residual + dropout(x) and its norm, the step between two sublayers: two ops, one registration, one Function.
 
-Kept for backward, beside the weight: s, 1 / sqrt(var + eps) of each row in fp32 and the mean of a layer norm, and the
+Saved for backward, beside the weight: s, 1 / sqrt(var + eps) of each row in fp32 and the mean of a layer norm, and the
 seed of the dropout mask; neither x nor the residual nor a mask.
 """
 
@@ -30,7 +30,7 @@ from fastformer.functional.norms.rms_norm import epsilon
 from fastformer.host.autograd_function import call, define, dropout_seed, eager_formula, twice
 from fastformer.host.devices import check_probability, check_tensors
 
-# By whether the norm is centred. No tuple: torch.compile of 2.11 takes no bool as its index.
+# Names by whether the norm is centred. Not a tuple: torch.compile (2.11) takes no bool as an index.
 _OPS = {False: "dropout_add_rms_norm", True: "dropout_add_layer_norm"}
 
 
@@ -45,7 +45,7 @@ def dropout_add_layer_norm(
     dropout_p: float = 0.0,
     dtype: torch.dtype | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """The step between two sublayers: s = residual + dropout(x), and its layer norm.
+    """Compute s = residual + dropout(x) and its layer norm, the step between two sublayers.
 
     Args:
         x: `[..., *normalized_shape]`, the output of a sublayer.
@@ -71,7 +71,7 @@ def dropout_add_rms_norm(
     dropout_p: float = 0.0,
     dtype: torch.dtype | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """The step between two sublayers: s = residual + dropout(x), and its RMS norm.
+    """Compute s = residual + dropout(x) and its RMS norm, the step between two sublayers.
 
     Args:
         x, residual, dropout_p: as in `dropout_add_layer_norm`.
@@ -100,12 +100,12 @@ def _step(
     dropout_p: float,
     dtype: torch.dtype | None,
 ) -> tuple[Tensor, Tensor]:
-    """Both ops.
+    """Compute s and its norm, for both ops.
 
     Args:
         centred: the norm is layer norm, which subtracts the mean; else RMS norm.
         plain: torch's norm of a tensor, the normalised shape, weight and bias.
-        eps: as the kernels add it.
+        eps: the number that the kernels add.
     """
     op, parameters = _OPS[centred], (weight, bias)
     if dtype is None and is_torchs(x, weight, bias) and type(residual) is Tensor and residual.is_cpu:
@@ -166,7 +166,7 @@ _backward = define(
 class _DropoutAddNorm(torch.autograd.Function):
     """x, residual `[M, N]`, weight, bias, seed, eps, dropout_p, centred, dtype, formula -> (y, s `[M, N]`, mean, rstd).
 
-    The statistics are those of `layer_norm`; the mean is empty where the norm is not centred.
+    mean and rstd are as in `layer_norm`; the mean is empty if the norm is not centred.
     """
 
     @staticmethod
@@ -193,22 +193,22 @@ class _DropoutAddNorm(torch.autograd.Function):
         if twice(_OPS[ctx.centred], ctx.formula, seed):
             total, dw, db = ds, None, None
             if dy is not None:
-                wanted = (needs_x or needs_residual, needs_weight, needs_bias)
-                dnorm, dw, db = norm_gradients(ctx.formula, (s, weight, bias), wanted, dy)
+                needs_grad = (needs_x or needs_residual, needs_weight, needs_bias)
+                dnorm, dw, db = norm_gradients(ctx.formula, (s, weight, bias), needs_grad, dy)
                 total = dnorm if ds is None or dnorm is None else dnorm + ds
             dx = total.to(x_dtype) if needs_x and total is not None else None
             dresidual = total.to(residual_dtype) if needs_residual and total is not None else None
             return dx, dresidual, dw, db, *rest
         # Without dropout both gradients are the same tensor.
-        one = seed is None and x_dtype == residual_dtype
+        same_gradient = seed is None and x_dtype == residual_dtype
         dresidual, dx, dw, db = _backward(
             *(dy, ds, s, weight, mean, rstd, seed, ctx.dropout_p),
-            residual_dtype if needs_residual or (one and needs_x) else None,
-            x_dtype if needs_x and not one else None,
+            residual_dtype if needs_residual or (same_gradient and needs_x) else None,
+            x_dtype if needs_x and not same_gradient else None,
             *gradient_dtypes((needs_weight and dy is not None, needs_bias and dy is not None), weight, bias),
         )
         return (
-            (dresidual if one else dx) if needs_x else None,
+            (dresidual if same_gradient else dx) if needs_x else None,
             dresidual if needs_residual else None,
             dw if needs_weight and dy is not None else None,
             db if needs_bias and dy is not None else None,

@@ -1,7 +1,7 @@
-"""Layer norm: op, reference, registration and autograd Function, and what the other norms share with it.
+"""Layer norm: op, reference, registration and autograd Function, and the functions that all norms share.
 
-Kept for backward, beside x and the weight: 1 / sqrt(var + eps) and the mean of each row, this one as the sum of two
-numbers, in fp32: 12 bytes a row.
+Saved for backward, beside x and the weight: 1 / sqrt(var + eps) of each row, and the mean as the sum of two numbers, in
+fp32: 12 bytes per row.
 """
 
 import math
@@ -18,7 +18,7 @@ from fastformer.host.autograd_function import Formula, call, define, eager_formu
 from fastformer.host.devices import check_tensors
 from fastformer.modes import autocast_on_gpu_has
 
-# Devices whose autocast gives a norm in float32. Whether that is so of RMS norm depends on torch: not in 2.11, in 2.13.
+# Devices whose autocast runs a norm in float32. For RMS norm that depends on torch: not in 2.11, in 2.13.
 IN_FLOAT32 = {op: {"cuda"} if autocast_on_gpu_has(op) else set() for op in ("layer_norm", "rms_norm")}
 
 
@@ -31,7 +31,7 @@ def layer_norm(
     *,
     dtype: torch.dtype | None = None,
 ) -> Tensor:
-    """Layer normalisation over the last dimensions (Ba et al. 2016), as `torch.nn.functional.layer_norm`.
+    """Apply layer norm over the last dimensions (Ba et al. 2016), as `torch.nn.functional.layer_norm`.
 
     Args:
         x: `[..., *normalized_shape]`, floating point.
@@ -40,12 +40,12 @@ def layer_norm(
             FSDP2 gathers weights in 16 bits.
         bias: `normalized_shape`, or None for zeros; likewise.
         eps: added to the variance.
-        dtype: of the result, which is rounded once; None: torch's.
+        dtype: of the result, which is rounded once; None: as in torch.
 
     Raises:
-        fastformer.host.devices.DeviceError: a tensor is on another device than x; every op refuses that.
-        TypeError: one is no tensor.
-        RuntimeError: torch's error, also for other mixtures of dtypes.
+        fastformer.host.devices.DeviceError: a tensor is on another device than x, as in every op.
+        TypeError: an argument is no tensor.
+        RuntimeError: raised by torch, also for other mixtures of dtypes.
     """
     if dtype is None and is_torchs(x, weight, bias):
         return torch.layer_norm(x, as_shape(normalized_shape), weight, bias, eps)
@@ -53,7 +53,7 @@ def layer_norm(
     check_tensors(("x", "weight", "bias"), x, (), parameters)
     shape = as_shape(normalized_shape)
     takes_kernel = runs_fused("layer_norm", x, lambda: norm_limit("layer_norm", *parameters))
-    if not (takes_kernel and fits(x, shape, *parameters)):  # what does not fit raises in torch
+    if not (takes_kernel and fits(x, shape, *parameters)):  # wrong shapes raise in torch
         y = F.layer_norm(x, shape, *as_wide(x, *parameters), eps)
         return y if dtype is None else y.to(dtype)
     plain: Any = partial(F.layer_norm, eps=eps)
@@ -108,11 +108,11 @@ class _LayerNorm(torch.autograd.Function):
         if dy is None:
             return (None,) * 6
         x, weight, bias, mean, rstd = ctx.saved_tensors
-        wanted = ctx.needs_input_grad[:3]
+        needs_grad = ctx.needs_input_grad[:3]
         if twice("layer_norm", ctx.formula):
-            return *norm_gradients(ctx.formula, (x, weight, bias), wanted, dy), None, None, None
-        found = _backward(dy, x, weight, mean, rstd, *gradient_dtypes(wanted, x, weight, bias))
-        return *(grad if needed else None for grad, needed in zip(found, wanted, strict=True)), None, None, None
+            return *norm_gradients(ctx.formula, (x, weight, bias), needs_grad, dy), None, None, None
+        gradients = _backward(dy, x, weight, mean, rstd, *gradient_dtypes(needs_grad, x, weight, bias))
+        return *(grad if needed else None for grad, needed in zip(gradients, needs_grad, strict=True)), None, None, None
 
 
 def as_shape(normalized_shape: int | Sequence[int]) -> tuple[int, ...]:
@@ -125,25 +125,25 @@ def as_shape(normalized_shape: int | Sequence[int]) -> tuple[int, ...]:
 
 
 def fits(x: Tensor, shape: tuple[int, ...], *parameters: Tensor | None) -> bool:
-    """Whether x `[..., *shape]` and the parameters have the shapes that a norm takes."""
+    """Return whether x is `[..., *shape]` and the parameters have that shape."""
     for parameter in parameters:
         if parameter is not None and parameter.shape != shape:
             return False
     return shape != () and x.shape[-len(shape) :] == shape
 
 
-def norm_limit(op: str, *others: Tensor | None) -> str | None:
-    """Return why the kernels of a norm cannot take these tensors beside x, or None; their dtypes may differ."""
-    for other in others:
-        if other is not None and other.dtype not in DTYPES:
-            return f"{op} takes float32, float16 and bfloat16, not {str(other.dtype).removeprefix('torch.')}"
+def norm_limit(op: str, *tensors: Tensor | None) -> str | None:
+    """Return why the kernels of a norm cannot take tensors beside x, or None; the dtypes may differ."""
+    for x in tensors:
+        if x is not None and x.dtype not in DTYPES:
+            return f"{op} takes float32, float16 and bfloat16, not {str(x.dtype).removeprefix('torch.')}"
     return None
 
 
 def output_dtype(op: str, x: Tensor, *others: Tensor) -> torch.dtype:
-    """Return the dtype of a norm of x, or of its sum with others: float32 where autocast on a GPU gives it so in torch.
+    """Return the dtype of a norm of x, or of its sum with others: float32 where torch's autocast on a GPU does so.
 
-    Autocast on a CPU leaves norms alone in torch.
+    torch's autocast on a CPU does not change norms.
     """
     device = x.device.type
     if device in IN_FLOAT32[op] and torch.is_autocast_enabled(device):
@@ -170,7 +170,7 @@ def as_wide(x: Tensor, weight: Tensor | None, bias: Tensor | None) -> tuple[Tens
     """Widen parameters of a narrower dtype than x: kernels and FSDP2 need that, and torch raises."""
     dtype = x.dtype
     if (weight is None or weight.dtype == dtype) and (bias is None or bias.dtype == dtype):
-        return weight, bias  # 0.4 us earlier
+        return weight, bias  # saves 0.4 us
 
     def wide(parameter: Tensor | None) -> Tensor | None:
         if parameter is None or parameter.dtype == x.dtype:
@@ -181,17 +181,17 @@ def as_wide(x: Tensor, weight: Tensor | None, bias: Tensor | None) -> tuple[Tens
 
 
 def gradient(like: Tensor, shape: torch.Size, dtype: torch.dtype | None) -> Tensor:
-    """Return an empty tensor of a shape and dtype; of 0 elements where that is None."""
+    """Return an empty tensor of a shape and dtype; of 0 elements if dtype is None."""
     return like.new_empty(0 if dtype is None else shape, dtype=dtype)
 
 
-def gradient_dtypes(wanted: tuple[bool, ...], *inputs: Tensor | None) -> list[torch.dtype | None]:
-    """Return the dtype of each gradient that is wanted, None for others."""
-    return [x.dtype if needed and x is not None else None for needed, x in zip(wanted, inputs, strict=True)]
+def gradient_dtypes(needs_grad: tuple[bool, ...], *inputs: Tensor | None) -> list[torch.dtype | None]:
+    """Return the dtype of each gradient that is needed, None for the others."""
+    return [x.dtype if needed and x is not None else None for needed, x in zip(needs_grad, inputs, strict=True)]
 
 
 def norm_gradients(
-    formula: Formula, inputs: tuple[Tensor | None, ...], wanted: tuple[bool, ...], dy: Tensor
+    formula: Formula, inputs: tuple[Tensor | None, ...], needs_grad: tuple[bool, ...], dy: Tensor
 ) -> tuple[Tensor | None, ...]:
     """Differentiate a norm's plain formula, in float32 where dtypes are mixed: torch's own kernels take one dtype."""
 
@@ -199,4 +199,4 @@ def norm_gradients(
         same = len({x.dtype for x in mixed if x is not None}) == 1
         return formula(*mixed) if same else formula(*(None if x is None else x.float() for x in mixed))
 
-    return plain_gradients(of_one_dtype, inputs, wanted, (dy,))
+    return plain_gradients(of_one_dtype, inputs, needs_grad, (dy,))

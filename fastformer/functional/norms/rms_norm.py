@@ -1,6 +1,6 @@
 """RMS norm: the op, its reference, its registration and its autograd Function.
 
-Kept for backward, beside x and the weight: 1 / sqrt(mean(x^2) + eps) of each row in fp32.
+Saved for backward, beside x and the weight: 1 / sqrt(mean(x^2) + eps) of each row in fp32.
 """
 
 from collections.abc import Sequence
@@ -35,14 +35,14 @@ def rms_norm(
     *,
     dtype: torch.dtype | None = None,
 ) -> Tensor:
-    """Root-mean-square normalisation (Zhang and Sennrich 2019), as `torch.nn.functional.rms_norm`.
+    """Apply RMS norm over the last dimensions (Zhang and Sennrich 2019), as `torch.nn.functional.rms_norm`.
 
     Args:
         x: `[..., *normalized_shape]`, floating point.
         normalized_shape: the trailing dimensions; a number stands for one.
-        weight: `normalized_shape`, or None for ones; of a narrower dtype than x, too.
+        weight: `normalized_shape`, or None for ones; may have a narrower dtype than x.
         eps: added to the mean square; the machine epsilon if None, of fp32 for half precision too.
-        dtype: of the result, which is rounded once; None: torch's.
+        dtype: of the result, which is rounded once; None: as in torch.
     """
     if dtype is None and is_torchs(x, weight):
         return torch.rms_norm(x, as_shape(normalized_shape), weight, eps)
@@ -59,7 +59,7 @@ def rms_norm(
 
 
 def epsilon(eps: float | None) -> float:
-    """Return what the kernels add; half precision is normalised in fp32, whose machine epsilon torch takes too."""
+    """Return the number that kernels add; None is fp32's machine epsilon, for half precision too, as in torch."""
     return torch.finfo(torch.float32).eps if eps is None else eps
 
 
@@ -103,8 +103,8 @@ class _RMSNorm(torch.autograd.Function):
         if dy is None:
             return (None,) * 5
         x, weight, rstd = ctx.saved_tensors
-        wanted = ctx.needs_input_grad[:2]
+        needs_grad = ctx.needs_input_grad[:2]
         if twice("rms_norm", ctx.formula):
-            return *norm_gradients(ctx.formula, (x, weight), wanted, dy), None, None, None
-        found = _backward(dy, x, weight, rstd, *gradient_dtypes(wanted, x, weight))
-        return *(grad if needed else None for grad, needed in zip(found, wanted, strict=True)), None, None, None
+            return *norm_gradients(ctx.formula, (x, weight), needs_grad, dy), None, None, None
+        gradients = _backward(dy, x, weight, rstd, *gradient_dtypes(needs_grad, x, weight))
+        return *(grad if needed else None for grad, needed in zip(gradients, needs_grad, strict=True)), None, None, None

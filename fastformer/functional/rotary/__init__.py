@@ -1,1 +1,1 @@
-"""Positions as rotations of queries and keys."""
+"""Rotary position embeddings of queries and keys."""

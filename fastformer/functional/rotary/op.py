@@ -1,9 +1,9 @@
 """Rotary position embeddings (Su et al. 2021, equation 34): op, checks, reference, registration, autograd Function.
 
-The gradient is turned back, by the same op with the negative angle, which has one in turn: x is not kept for backward,
-and gradients may be differentiated as often as one likes.
+Backward rotates the gradient by the negative angle, with the same op. So x is not saved for backward, and gradients are
+differentiable any number of times.
 
-Letters: H heads, K head size, R the first numbers of a head that are turned, P positions.
+Letters: H heads, K head size, R the first numbers of a head that are rotated, P positions.
 """
 
 from typing import Any
@@ -21,7 +21,7 @@ _LARGEST_HEAD = 1024  # a tile of the kernel has whole heads
 
 
 def rotary(x: Tensor, positions: Tensor, cos: Tensor, sin: Tensor, *, interleaved: bool = False) -> Tensor:
-    """Turn pairs of numbers of each head by angles that grow with the position (Su et al. 2021, RoFormer, equation 34).
+    """Rotate pairs of numbers of each head by angles that grow with the position (RoFormer, Su et al. 2021, eq. 34).
 
     The pair i of a token at position p becomes (a cos[p, i] - b sin[p, i], b cos[p, i] + a sin[p, i]): the product of
     a query and a key then depends on how far apart they are. Computed in fp32, of fp64 in fp64, and rounded once.
@@ -31,8 +31,8 @@ def rotary(x: Tensor, positions: Tensor, cos: Tensor, sin: Tensor, *, interleave
             `[T, H + 2 Hkv, K]`: any strides, and no copy where those of the last dimension are 1.
         positions: int64, of a shape that broadcasts to `x.shape[:-2]`: `[T]` packed; `[T]`, `[B, T]` or `[B, 1]` dense.
         cos, sin: `[P, R / 2]`, fp32 or fp64, of p times the frequency of each pair; constants, without a gradient. The
-            first R <= K numbers of each head are turned, the others copied.
-        interleaved: whether neighbours are pairs, 2i and 2i + 1, as in the paper and in GPT-J, rather than i and
+            first R <= K numbers of each head are rotated, the others copied.
+        interleaved: whether the numbers 2i and 2i + 1 are pairs, as in the paper and in GPT-J, rather than i and
             i + R / 2, as in Llama.
 
     Returns:
@@ -40,7 +40,8 @@ def rotary(x: Tensor, positions: Tensor, cos: Tensor, sin: Tensor, *, interleave
 
     Raises:
         ValueError, TypeError: an argument does not fit, or a position on the CPU is no row of cos and sin. On a GPU
-            nothing waits to look: torch's kernel stops with an assertion, the fused one gives NaN.
+            the values are not checked, which would wait for the device: torch's kernel stops with an assertion, the
+            fused one gives NaN.
     """
     check_tensors(("x", "positions", "cos", "sin"), x, (positions, cos, sin))
     _check(x, positions, cos, sin)
@@ -51,7 +52,7 @@ def rotary(x: Tensor, positions: Tensor, cos: Tensor, sin: Tensor, *, interleave
 
     if not runs_fused("rotary", x, limit):
         return _plain(x, positions, cos, sin, interleaved)
-    if x.dim() > 4:  # the kernel knows two dimensions of tokens
+    if x.dim() > 4:  # the kernel takes at most two dimensions of tokens
         positions = positions.expand(x.shape[:-2]).flatten(0, -2)
         return call(_Rotary, x.flatten(0, -4), positions, cos, sin, interleaved, 1.0).view(x.shape)  # type: ignore[no-any-return]
     return call(_Rotary, x, positions, cos, sin, interleaved, 1.0)  # type: ignore[no-any-return]
@@ -66,7 +67,7 @@ def _check(x: Tensor, positions: Tensor, cos: Tensor, sin: Tensor) -> None:
         if table.dtype not in (torch.float32, torch.float64):
             raise TypeError(f"{name} must be float32 or float64, not {table.dtype}")
         if table.requires_grad:
-            raise ValueError(f"{name} requires a gradient, which rotary has for x only; give {name}.detach()")
+            raise ValueError(f"{name} requires a gradient, which rotary has for x only; pass {name}.detach()")
     K = x.shape[-1]
     if cos.dim() != 2 or 2 * cos.shape[1] > K:
         raise ValueError(f"cos must be of shape [P, R / 2], R at most {K}, the size of a head, not {list(cos.shape)}")
@@ -76,11 +77,11 @@ def _check(x: Tensor, positions: Tensor, cos: Tensor, sin: Tensor) -> None:
 
 
 def _check_positions(positions: Tensor, tokens: torch.Size, P: int) -> None:
-    """Raise unless positions fit to the tokens; values are looked at on the CPU only, where that waits for nothing."""
+    """Raise unless positions fit the tokens; values are checked on the CPU only, where that waits for no device."""
     if positions.dtype != torch.int64:
         raise TypeError(f"positions must be int64, not {positions.dtype}")
     sizes = zip(reversed(positions.shape), reversed(tokens), strict=False)
-    if positions.dim() > len(tokens) or any(n not in (1, wanted) for n, wanted in sizes):
+    if positions.dim() > len(tokens) or any(n not in (1, size) for n, size in sizes):
         raise ValueError(f"positions must broadcast to x.shape[:-2], {list(tokens)}, not {list(positions.shape)}")
     if readable(positions):
         low, high = (int(end) for end in positions.aminmax())
@@ -90,15 +91,15 @@ def _check_positions(positions: Tensor, tokens: torch.Size, P: int) -> None:
 
 
 def _plain(x: Tensor, positions: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
-    """The reference."""
+    """Compute the reference."""
     wide = torch.promote_types(x.dtype, torch.float32)
     c, s = (F.embedding(positions, table).to(wide).unsqueeze(-2) for table in (cos, sin))
     R = 2 * cos.shape[1]
     pairs = x[..., :R].to(wide)
     a, b = pairs.view(*pairs.shape[:-1], R // 2, 2).unbind(-1) if interleaved else pairs.chunk(2, -1)
-    # In two passes each instead of three.
-    turned = torch.addcmul(a * c, b, s, value=-1), torch.addcmul(b * c, a, s)
-    out = torch.stack(turned, -1).flatten(-2) if interleaved else torch.cat(turned, -1)
+    # Two passes each instead of three.
+    rotated = torch.addcmul(a * c, b, s, value=-1), torch.addcmul(b * c, a, s)
+    out = torch.stack(rotated, -1).flatten(-2) if interleaved else torch.cat(rotated, -1)
     return torch.cat([out.to(x.dtype), x[..., R:]], -1) if x.shape[-1] > R else out.to(x.dtype)
 
 

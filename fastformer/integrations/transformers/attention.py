@@ -1,7 +1,7 @@
-"""`attn_implementation="fastformer"`: the masks and the attention that transformers asks for by that name.
+"""`attn_implementation="fastformer"`: the masks and the attention that transformers calls for that name.
 
-transformers asks for the mask of each pattern once a forward pass. Its own implementations answer with a tensor
-`[B, 1, T, S]`, `mask_rules` with a `MaskRules`: the padding of the keys `[B, S]`, causality and window, or the `Layout`
+transformers makes the mask of each pattern once per forward pass. Its own implementations return a tensor
+`[B, 1, T, S]`, `mask_rules` a `MaskRules`: the padding of the keys `[B, S]`, causality and window, or the `Layout`
 of sequences in a packed call. A `MaskRules` holds a tensor where these do not suffice: chunks, custom mask functions,
 several new tokens in a static cache that holds some, and windows or flattened batches under torch.compile.
 `attention_forward` gets it in each layer, and passes it on to `functional.attention` or `packed_attention`.
@@ -25,7 +25,7 @@ from fastformer.integrations.transformers.entry import NAME, NotPacked, Packed, 
 from fastformer.modes import compiling
 from fastformer.packing import Layout
 
-# transformers makes mask functions anew for each model: they differ in their cells, not in their code.
+# transformers makes new mask functions for each model: they differ in their cells, not in their code.
 _ALL_OF = masking_utils.and_masks().__code__
 _LOOKS_BACK = masking_utils.sliding_window_overlay(1).__code__
 _LOOKS_BOTH_WAYS = masking_utils.sliding_window_bidirectional_overlay(1).__code__
@@ -35,7 +35,7 @@ _REFUSAL = (
     "this model computes with its attention mask by itself, outside of transformers' attention interface, "
     'which attn_implementation="fastformer" needs; use attn_implementation="eager" or "sdpa" for it'
 )
-# Keywords that pass through layers on their way elsewhere; no attention of transformers reads them.
+# Keywords that layers pass on to other modules; no attention of transformers reads them.
 _NOT_FOR_ATTENTION = {
     "cache_position", "cu_seq_lens_k", "cu_seq_lens_q", "deterministic", "labels", "logits_to_keep", "max_length_k",
     "max_length_q", "num_items_in_batch", "output_attentions", "output_hidden_states", "output_router_logits",
@@ -44,7 +44,7 @@ _NOT_FOR_ATTENTION = {
 
 
 def collects_weights() -> bool:
-    """Return whether a model's hooks collect attention weights, of which its layers are not told (GPT-2)."""
+    """Return whether a model's hooks collect attention weights, which its layers cannot see (GPT-2)."""
     return any(key.endswith("attentions") for key in current(_active_collector) or ())
 
 
@@ -59,16 +59,16 @@ class MaskRules:
     """
 
     shape: tuple[int, ...]  # (B, 1, T, S)
-    used: int  # keys that count; later ones are empty slots of a static cache
+    used: int  # number of keys to attend to; later ones are empty slots of a static cache
     key_mask: Tensor | None = None  # bool `[B, used]`, True = a real key; None: all are, or `mask` says it
     causal: bool = False
     window: Window | None = None
     mask: Tensor | None = None  # `[B, 1, T, S]`, bool or additive, where the other attributes do not suffice
     layout: Layout | None = None  # of queries in the row of tokens; None: they are padded
     key_layout: Layout | None = None
-    collected: bool = field(default_factory=collects_weights)  # for layers that backward computes again
+    collected: bool = field(default_factory=collects_weights)  # read in forward, also for layers that backward reruns
 
-    ndim = 4  # by which transformers knows a mask that is ready
+    ndim = 4  # transformers uses a mask of 4 dimensions unchanged
 
     def contiguous(self) -> "MaskRules":
         return self
@@ -103,13 +103,13 @@ class MaskRules:
 
 
 def _window(function: Callable[..., Any]) -> Window | None:
-    """Return how far a query sees by a mask function of transformers, or None where that does not say all."""
+    """Return the window of a mask function of transformers, or None if a window does not describe it."""
     if function is masking_utils.causal_mask_function:
         return None, 0
     if function is masking_utils.bidirectional_mask_function:
         return None, None
     code = getattr(function, "__code__", None)
-    if compiling() or code not in (_ALL_OF, _LOOKS_BACK, _LOOKS_BOTH_WAYS):  # Dynamo (2.13) knows no cells
+    if compiling() or code not in (_ALL_OF, _LOOKS_BACK, _LOOKS_BOTH_WAYS):  # Dynamo (2.13) cannot read cells
         return None
     contents = (cell.cell_contents for cell in function.__closure__ or ())
     cells = dict(zip(function.__code__.co_freevars, contents, strict=True))
@@ -137,7 +137,7 @@ def mask_rules(
     """State a pattern as rules; registered with transformers' AttentionMaskInterface, which documents the arguments.
 
     Offsets are positions of the first query and key: a tensor for static caches, and not 0 where a cache has dropped
-    keys. attention_mask is bool `[B, positions]`, True = real; or the rules that `generate` has asked for in advance.
+    keys. attention_mask is bool `[B, positions]`, True = real; or rules that `generate` made in advance.
     allow_is_causal_skip is False where decoding is compiled, so that every step gives rules of the same form.
     """
     if isinstance(attention_mask, MaskRules):
@@ -147,8 +147,8 @@ def mask_rules(
     if isinstance(batch, Packed):
         return _packed_rules(batch, _window(mask_function), shape)
     if batch is not None and q_length == kv_length == batch.shape[1]:
-        apart = masking_utils.packed_sequence_mask_function(batch.expand(batch_size, -1))
-        mask_function = masking_utils.and_masks(mask_function, apart)
+        same_sequence = masking_utils.packed_sequence_mask_function(batch.expand(batch_size, -1))
+        mask_function = masking_utils.and_masks(mask_function, same_sequence)
     window = _window(mask_function)
     causal = window is not None and window[1] == 0
     used = None
@@ -167,9 +167,9 @@ def mask_rules(
 
 
 def _packed_rules(batch: Packed, window: Window | None, shape: tuple[int, ...]) -> MaskRules:
-    """Return the rules of a packed call; a bidirectional pattern is of attention to an encoder's states, if any.
+    """Return the rules of a packed call; a bidirectional pattern is attention to an encoder's states, if there are any.
 
-    They have no layout, which attention refuses, if the pattern is one of all pairs or counts padding between tokens.
+    Rules have no layout, and attention raises, if the pattern is a mask of all pairs or counts padding between tokens.
     """
     layout, counts = batch.sequences, window not in _NO_WINDOW
     key_layout = batch.memory if batch.memory is not None and window == (None, None) else layout
@@ -181,12 +181,12 @@ def _packed_rules(batch: Packed, window: Window | None, shape: tuple[int, ...]) 
 
 
 def _used_keys(window: Window, q_length: int, kv_length: int, q_offset: Any, kv_offset: Any) -> int | None:
-    """Return how many keys to keep so that the last query meets the last of them, or None if none do that."""
+    """Return how many keys to use so that the last query meets the last of them, or None if that is impossible."""
     if window == (None, None):
         return kv_length
-    if not isinstance(q_offset, int) or not isinstance(kv_offset, int):  # to look at it would wait for the device
+    if not isinstance(q_offset, int) or not isinstance(kv_offset, int):  # reading it would wait for the device
         return None
-    end = q_offset - kv_offset + q_length  # what comes after the last query is never seen by causal attention
+    end = q_offset - kv_offset + q_length  # causal attention never sees keys after the last query
     return end if q_length <= end and (end == kv_length or (window[1] == 0 and end < kv_length)) else None
 
 
@@ -195,9 +195,9 @@ def _key_mask(padding: Tensor | None, used: int, kv_offset: int) -> Tensor | Non
     if padding is None:
         return None
     padding = masking_utils.prepare_padding_mask(padding, used, kv_offset)
-    padding = padding.to(torch.bool, copy=True)  # the caller's may change before backward
+    padding = padding.to(torch.bool, copy=True)  # the caller may change the original before backward
     key_mask: Tensor = padding[:, kv_offset : kv_offset + used]
-    # Only where looking waits for no device: without padding, torch's own attention takes its fast path.
+    # Checked only where that waits for no device: without padding, torch's own attention takes its fast path.
     if key_mask.device.type == "cpu" and not compiling() and bool(key_mask.all()):
         return None
     return key_mask
@@ -220,11 +220,11 @@ def attention_forward(
 ) -> tuple[Tensor, Tensor | None]:
     """Attend in one layer; registered with transformers' AttentionInterface, which documents the arguments.
 
-    attention_mask is of `mask_rules`, a tensor `[B, H, T, S]` or None; is_causal counts where it is None, as in `sdpa`.
+    attention_mask is from `mask_rules`, a tensor `[B, H, T, S]` or None; is_causal is read if it is None, as in `sdpa`.
     position_bias is broadcastable to `[B, H, T, S]` (T5), or by distance `[H, 2 P - 1]` in a packed call.
 
     Returns:
-        `[B, T, H, Kv]`, and the weights `[B, H, T, S]` where they are asked for, else None. Packed, B is 1.
+        `[B, T, H, Kv]`, and the weights `[B, H, T, S]` if they are requested, else None. Packed, B is 1.
 
     Raises:
         ValueError: `functional.attention` has no argument for something that would change the result.
@@ -240,18 +240,18 @@ def attention_forward(
     offsets = kwargs.get("cu_seq_lens_q")
     if offsets is not None and len(offsets) > 2 and rules.mask is None and rules.layout is None:
         raise ValueError(
-            "cu_seq_lens_q has several sequences a row, which nothing keeps apart: "
+            "cu_seq_lens_q has several sequences a row, which no mask keeps apart: "
             "pass position_ids that start again at 0 for each, and no attention_mask"
         )
-    weights_too = kwargs.get("output_attentions") or rules.collected or collects_weights()
+    needs_weights = kwargs.get("output_attentions") or rules.collected or collects_weights()
     settings: dict[str, Any] = {
         "causal": rules.causal, "alignment": "bottom_right", "window": rules.window, "softcap": softcap,
         "dropout_p": dropout if module.training else 0.0, "scale": scaling, "sinks": s_aux,
     }  # fmt: skip
     if rules.layout is not None:
         bias = None if position_bias is None or position_bias.numel() == 1 else position_bias
-        if weights_too or (bias is not None and (bias.dim() > 2 or rules.layout.has_gaps)):
-            raise NotPacked("attention weights, a bias of all pairs, or one that counts padding between tokens")
+        if needs_weights or (bias is not None and (bias.dim() > 2 or rules.layout.has_gaps)):
+            raise NotPacked("it uses attention weights, a bias of all pairs, or one that counts padding between tokens")
         q, k, v = (x.transpose(1, 2).flatten(0, 1) for x in (query, key, value))  # [N, H, K]
         out = functional.packed_attention(q, k, v, rules.layout, rules.key_layout, distance_bias=bias, **settings)
         return out.view(query.shape[0], query.shape[2], *out.shape[1:]), None
@@ -266,7 +266,7 @@ def attention_forward(
         key, value = key[:, :, : rules.used], value[:, :, : rules.used]
         mask = None if mask is None else mask[..., : rules.used]
     settings["key_mask"] = rules.key_mask
-    if not weights_too:
+    if not needs_weights:
         return functional.attention(query, key, value, mask, **settings).transpose(1, 2).contiguous(), None
     out, weights = functional.attention_with_weights(query, key, value, mask, **settings)
     return out.transpose(1, 2).contiguous(), F.pad(weights, (0, S - rules.used))
@@ -276,14 +276,14 @@ def _rules_of(query: Tensor, key: Tensor, mask: Any, causal: bool, sliding_windo
     """Return the rules of one layer's call: those of `mask_rules`, or of a mask that a model or user made."""
     T, S = query.shape[2], key.shape[2]
     if isinstance(running(), Packed) and (not isinstance(mask, MaskRules) or mask.layout is None):
-        raise NotPacked("a mask is its own, or one of all pairs, or counts padding between tokens")
+        raise NotPacked("it makes a mask itself, or a mask of all pairs, or one that counts padding between tokens")
     if isinstance(mask, MaskRules):
         by_position = mask.causal or mask.window is not None or mask.mask is not None
         if mask.layout is None and (mask.shape[3] != S or (by_position and mask.shape[2] != T)):
             raise ValueError(
                 f"attention_mask is for {mask.shape[2]} queries and {mask.shape[3]} keys, not for {T} and {S}"
             )
-        return mask  # the op compares a layout with what it is given
+        return mask  # the op compares a layout with its tensors
     if mask is None:
         causal = T > 1 and causal
         if causal and T != S:

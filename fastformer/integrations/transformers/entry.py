@@ -1,8 +1,8 @@
 """Run a Hugging Face model on one row of the real tokens of a batch, whose sequences are kept apart.
 
-`forward` wraps the forward of each model that has `attn_implementation="fastformer"` or that `padding_free` took, and
-reads its arguments first:
-- A padded batch `[B, L]` becomes one row of its N real tokens if `padding_free` took the model; outputs are padded.
+`forward` wraps the forward of each model that has `attn_implementation="fastformer"` or that `padding_free` changed. It
+reads the arguments first:
+- A padded batch `[B, L]` becomes one row of its N real tokens if `padding_free` changed the model; outputs are padded.
 - A flattened batch holds several sequences in a row, whose position ids begin again with each, as
   `DataCollatorWithFlattening` makes them. Its attention keeps them apart, or the call raises.
 """
@@ -27,7 +27,7 @@ from fastformer.nn.inspection import HOOKS, has_global_hooks, mixing_reason
 from fastformer.packing import Layout, pack, unpack
 
 NAME = "fastformer"  # of the attention implementation
-ATTENTION_BEFORE = "_attention_before_padding_free"  # attribute that `padding_free` adds to the models that it takes
+ATTENTION_BEFORE = "_attention_before_padding_free"  # attribute that `padding_free` adds to a model
 BY_TOKEN = {"input_ids", "inputs_embeds", "token_type_ids", "per_layer_inputs"}  # arguments `[B, L, ...]`
 # Other arguments that may be tensors where a padded batch becomes one row.
 KNOWN = {
@@ -67,29 +67,29 @@ running = partial(current, _running)
 
 
 def install(module: Any, wrapper: Any, method: str = "forward") -> None:
-    """Have a wrapper of this package run around a module's method; harmless to repeat."""
+    """Install a wrapper of this package around a module's method, unless it is installed."""
     if not is_installed(module, method):
         inner = getattr(module, method)
         module.__dict__[method] = update_wrapper(partial(wrapper, module, inner, parameters(module)), inner)
 
 
 def is_installed(module: nn.Module, method: str = "forward") -> bool:
-    """Return whether a wrapper of this package runs around a module's method, and no other one around it."""
+    """Return whether the outermost wrapper of a module's method is one of this package."""
     wrapper = getattr(module.__dict__.get(method), "func", None)
     return (getattr(wrapper, "__module__", None) or "").startswith("fastformer.integrations.")
 
 
 def parameters(module: nn.Module) -> tuple[str, ...]:
-    """Return the names of what the forward of a module's class takes by position or name."""
+    """Return the names of the positional-or-keyword parameters of a module class's forward."""
     without_self = list(signature(type(module).forward).parameters.values())[1:]
     return tuple(p.name for p in without_self if p.kind is p.POSITIONAL_OR_KEYWORD)
 
 
 @lru_cache(maxsize=1)
 def tested_classes() -> dict[str, str]:
-    """Return the base models that the survey (`tests/integrations/survey.py`) found right when packed, by `identity`.
+    """Return the base models that the survey (`tests/integrations/survey.py`) confirmed when packed, by `identity`.
 
-    Their values are what a token's default position counts: "columns" of the padded batch, "tokens" of the sequence, or
+    Values name what a token's default position counts: "columns" of the padded batch, "tokens" of the sequence, or
     "words": ids other than the padding token's.
     """
     text = resources.files("fastformer.integrations.transformers").joinpath("tested.json").read_text(encoding="utf-8")
@@ -99,7 +99,7 @@ def tested_classes() -> dict[str, str]:
 
 
 def _class_of(cls: Any) -> Any:
-    """Return the class of a module itself, of which FSDP2's `fully_shard` makes a subclass."""
+    """Return the original class of a module, of which FSDP2's `fully_shard` makes a subclass."""
     return next(c for c in cls.__mro__ if not c.__module__.startswith("torch.distributed."))
 
 
@@ -112,7 +112,7 @@ def identity(model: nn.Module) -> str:
 def calls_the_interface(model: PreTrainedModel) -> bool:
     """Return whether a model's attention goes through transformers' interface, as transformers reads from its source.
 
-    Classes outside of transformers count as those that do.
+    True for classes outside of transformers.
     """
     cls: Any = next((cls for cls in type(model).__mro__ if cls.__module__.startswith("transformers.models.")), None)
     return cls is None or bool(cls._can_set_attn_implementation())
@@ -157,13 +157,13 @@ def _is_known(function: Any) -> bool:
 
 @lru_cache(maxsize=10_000)
 def _was_tested_inside(cls: Any) -> bool:
-    """Return whether a class was in the model when that was tested, or only holds other modules."""
+    """Return whether a class was in the tested model, or only contains other modules."""
     cls = _class_of(cls)
     return issubclass(cls, _CONTAINERS) or cls.__module__.startswith(("transformers.", "liger_kernel."))
 
 
 def forward(model: Any, inner: Any, names: tuple[str, ...], /, *args: Any, **kwargs: Any) -> Any:
-    """Run a model's own forward on sequences that are kept apart: as one row, if the batch has padding."""
+    """Run a model's own forward with its sequences kept apart: as one row if the batch has padding."""
     if model.config._attn_implementation != NAME or isinstance(running(), Packed):
         return inner(*args, **kwargs)
     arguments = dict(zip(names, args, strict=False)) | kwargs
@@ -205,7 +205,7 @@ def _read_positions(model: Any, arguments: dict[str, Any]) -> Packed | Tensor | 
     if not has_values(ids):
         return None
     if identity(model) not in tested_classes() and not model.config.is_encoder_decoder:
-        if any(isinstance(part, PreTrainedModel) and identity(part) in tested_classes() for part in model.modules()):
+        if any(isinstance(each, PreTrainedModel) and identity(each) in tested_classes() for each in model.modules()):
             return None  # the model inside gets the same position ids
     if mask is not None and not (isinstance(mask, Tensor) and mask.dim() == 2 and bool((mask != 0).all())):
         return None
@@ -316,7 +316,7 @@ def _default_positions(model: Any, batch: Packed) -> Tensor | None:
 
 
 def _pooled(model: Any, hidden: Tensor) -> Tensor:
-    """Return what a model's pooler makes of padded hidden states."""
+    """Return the output of a model's pooler for padded hidden states."""
     pooler = model._modules.get("pooler")
     if pooler is None:
         raise NotPacked("its pooler is not a module")
@@ -326,19 +326,19 @@ def _pooled(model: Any, hidden: Tensor) -> Tensor:
 
 
 def _is_empty(cache: Any) -> bool:
-    """Return whether a cache is none, or one of `DynamicCache`'s that holds nothing."""
+    """Return whether a cache is None or an empty `DynamicCache`."""
     if type(cache) is EncoderDecoderCache:
         return _is_empty(cache.self_attention_cache) and _is_empty(cache.cross_attention_cache)
     return cache is None or (type(cache) is DynamicCache and cache.get_seq_length() == 0)
 
 
 def _cache_to_fill(model: Any, arguments: dict[str, Any], names: tuple[str, ...]) -> Any:
-    """Return the cache that is to get the keys and values, or None if the model may make its own."""
+    """Return the cache that gets the keys and values, or None if the model may make one."""
     cache, use_cache = arguments.get("past_key_values"), arguments.get("use_cache")
     use_cache = getattr(model.config, "use_cache", False) if use_cache is None else use_cache
     if cache is None and use_cache and "past_key_values" in names:
         new = DynamicCache(config=model.config)
-        if any(type(layer) is not DynamicLayer for layer in new.layers):  # which keep a window only
+        if any(type(layer) is not DynamicLayer for layer in new.layers):  # layers that keep a window only
             return new if arguments.get("encoder_hidden_states") is None else EncoderDecoderCache(new, DynamicCache())
     return cache
 
@@ -371,9 +371,9 @@ def embed_positions(module: Any, inner: Any, names: tuple[str, ...], /, *args: A
 
 
 def _name_of_attention(model: PreTrainedModel, requested_attention: str | None, *args: Any, **kwargs: Any) -> str:
-    """Let models have the name "fastformer", but for those whose own code computes attention, such as DeBERTa.
+    """Accept the name "fastformer", except for models whose own code computes attention, such as DeBERTa.
 
-    transformers gives any model any name that is registered, which would change nothing in those.
+    transformers gives any model any registered name, which would not change such models.
     """
     if requested_attention == NAME:
         if not calls_the_interface(model):
@@ -381,9 +381,9 @@ def _name_of_attention(model: PreTrainedModel, requested_attention: str | None, 
                 f'attn_implementation="{NAME}" does not reach the attention of {type(model).__name__}, which '
                 'computes it by itself, outside of transformers\' attention interface; use "eager" or "sdpa" for it'
             )
-        for part in model.modules():  # parts that share its configuration are not asked
-            if isinstance(part, PreTrainedModel):
-                install(part, forward)
+        for module in model.modules():  # transformers does not call this for models that share its configuration
+            if isinstance(module, PreTrainedModel):
+                install(module, forward)
     name: str = _original(model, requested_attention, *args, **kwargs)
     return name
 

@@ -13,7 +13,7 @@ from fastformer.nn.conversion import Entry, name_of
 
 @dataclass
 class PaddingFree:
-    """What `padding_free` or `padded` did; printed, a line a model. An encoder and its decoder are two models."""
+    """The report of `padding_free` or `padded`; prints a line per model. An encoder and its decoder are two models."""
 
     packed: list[Entry] = field(default_factory=list)  # models that run on real tokens now, or did before `padded`
     padded: list[Entry] = field(default_factory=list)  # models that work on padding, with the reason
@@ -26,19 +26,19 @@ class PaddingFree:
 
 
 def padding_free(model: nn.Module) -> PaddingFree:
-    """Have a Hugging Face model run on the real tokens of a batch alone, in place.
+    """Make a Hugging Face model run on the real tokens of a batch alone, in place.
 
     Each base model inside it packs the arguments that it is called with, runs on one row of real tokens, and pads its
     outputs with zeros. Its attention becomes `attn_implementation="fastformer"`; MPNet's, which cannot, is wrapped.
-    Parameters, the state dict and outputs at real positions stay what they are. What reads positions of padding sees
-    other values: the first column under padding on the left, or a loss whose labels there are not -100.
+    Parameters, the state dict and outputs at real positions do not change. Outputs at padding do: they matter if the
+    first column is read under padding on the left, or if a loss has labels other than -100 there.
     `docs/hugging-face.md` lists the batches that run padded.
 
     Args:
         model: a transformers model, or a module that holds some, such as a SentenceTransformer.
 
     Returns:
-        The report, with the reason for each model that stays as it was.
+        The report, with the reason for each model that did not change.
     """
     padded(model)
     report = PaddingFree()
@@ -50,12 +50,12 @@ def padding_free(model: nn.Module) -> PaddingFree:
         base.__dict__[entry.ATTENTION_BEFORE] = base.config._attn_implementation
         base.config._attn_implementation_internal = entry.NAME
         entry.install(base, entry.forward)
-        for part in base.modules():
-            if hasattr(part, "compute_bias") and "position_bias" in entry.parameters(part):
-                entry.install(part, t5_attention)
-            if hasattr(part, "compute_position_bias"):
-                entry.install(part, mpnet_bias, "compute_position_bias")
-                for layer in part.layer:
+        for module in base.modules():
+            if hasattr(module, "compute_bias") and "position_bias" in entry.parameters(module):
+                entry.install(module, t5_attention)
+            if hasattr(module, "compute_position_bias"):
+                entry.install(module, mpnet_bias, "compute_position_bias")
+                for layer in module.layer:
                     entry.install(layer.attention.attn, mpnet_attention)
         if "position_ids" not in entry.parameters(base) and "embed_positions" in base._modules:
             entry.install(base.embed_positions, entry.embed_positions)
@@ -84,5 +84,5 @@ def _base_models(model: nn.Module) -> Iterator[tuple[str, PreTrainedModel]]:
     """Yield every transformers model that takes a padding mask and holds no other transformers model, with its name."""
     for name, base in model.named_modules():
         if isinstance(base, PreTrainedModel) and "attention_mask" in entry.parameters(base):
-            if not any(isinstance(part, PreTrainedModel) for part in base.modules() if part is not base):
+            if not any(isinstance(module, PreTrainedModel) for module in base.modules() if module is not base):
                 yield name, base

@@ -1,7 +1,7 @@
-"""What every attention op takes besides the tensors of heads: one record, and the text of its part of a schema.
+"""Arguments of every attention op besides the tensors of heads: one record, and its text in a schema.
 
-Without Triton, so that ops can be registered before it is imported. A field is written here and nowhere else: schemas
-are made of it, callers name the fields, and `problem.Problem` is what launchers make of it.
+Does not import Triton, so that ops can be registered before Triton is imported. The fields are listed here only:
+schemas are made of them, callers pass them by name or order, and launchers read them as `problem.Problem`.
 """
 
 from typing import NamedTuple, get_type_hints
@@ -10,7 +10,7 @@ from torch import Tensor
 
 
 class Arguments(NamedTuple):
-    """The numbers come first, then the tensors, which autograd keeps."""
+    """Arguments of an attention op: first the numbers, then the tensors, which autograd saves."""
 
     queries: int  # T; of the longest sequence where packed
     keys: int  # S; likewise

@@ -262,17 +262,17 @@ def backward(
     fast: bool,
     *arguments: Any,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Compute the gradients of q, k and v, each of its input's shape and dtype, empty where not wanted; and delta.
+    """Compute the gradients of q, k and v, each of its input's shape and dtype, empty if not needed; and delta.
 
-    The kernel of dQ computes delta before that of dK and dV reads it; a kernel of its own where there is none of dQ.
+    The kernel of dQ computes delta before the kernel of dK and dV reads it; without it, a separate kernel does.
 
     Args:
         dout: of out's shape.
         q, k, v, arguments: as in forward.
-        out, lse: what forward returned.
+        out, lse: as forward returned them.
         added: rowsum(weights * dweights), fp32 `[B, H, T]`, where weights were returned.
         dweights: the gradient of returned weights `[B, H, T, S]`, or None.
-        wants_q, wants_keys: whether the gradient of q, and those of k and v, are wanted.
+        wants_q, wants_keys: whether to compute the gradient of q, and the gradients of k and v.
         fast: add the gradient of q with atomics, in an order that changes from run to run.
     """
     problem = Problem.of(*arguments)
@@ -280,21 +280,21 @@ def backward(
     wide = wider(q, v)
     fast = fast and wants_q and wants_keys and wide.shape[-1] <= 128  # wider, its tiles do not fit into registers
     dq, dk, dv = (
-        _like(x) if wanted else noted(x.new_empty(0)) for x, wanted in ((q, wants_q), (k, wants_keys), (v, wants_keys))
+        _like(x) if needed else noted(x.new_empty(0)) for x, needed in ((q, wants_q), (k, wants_keys), (v, wants_keys))
     )
-    if fast:  # added to, so it begins with zeros: no plan can repeat this
+    if fast:  # atomics add to zeros, which no plan can repeat
         dq = torch.zeros_like(dq, dtype=torch.float32)
     delta = noted(lse.new_empty(rows_of(q)))
     if q.numel() == 0 or k.numel() == 0:
         return dq.zero_().to(q.dtype), dk.zero_(), dv.zero_(), delta.zero_()
-    made = [x for x, wanted in ((dq, wants_q), (dk, wants_keys), (dv, wants_keys)) if wanted]
-    if not made:  # delta alone, for the gradient of a mask
+    gradients = [x for x, needed in ((dq, wants_q), (dk, wants_keys), (dv, wants_keys)) if needed]
+    if not gradients:  # delta alone, for the gradient of a mask
         align, (dout_view, out_view) = views(dout, out)
         with guard(q):
             launch_delta(delta, out_view, dout_view, added, align, problem, q)
         return dq, dk, dv, delta
-    align, (q_view, k_view, v_view, dout_view, out_view, *others) = views(q, k, v, dout, out, *made)
-    dq_strides = others[0].strides
+    align, (q_view, k_view, v_view, dout_view, out_view, *gradient_views) = views(q, k, v, dout, out, *gradients)
+    dq_strides = gradient_views[0].strides
     # In fp32 a tile is loaded asynchronously even where the number of keys is odd; 16 bits would be loaded one by one.
     dweights = None if dweights is None else lined_up(dweights.float())
     inputs = (q_view.data, k_view.data, v_view.data, dout_view.data, lse, delta)
@@ -307,7 +307,7 @@ def backward(
     features = ["heavy"] * (dweights is not None) + ["fast"] * fast
     row = (q.shape[-1] + v.shape[-1]) * q.element_size()  # bytes of one of q and dout, and one of k and v
     with guard(q):
-        # fp32 on plain cores has no registers left for it.
+        # In fp32 on plain cores, the kernel of dQ has no registers left for delta.
         own_delta = wants_q and not fast and not is_exact(wide)
         if not own_delta:
             launch_delta(delta, out_view, dout_view, added, align, problem, q)
@@ -327,6 +327,7 @@ def backward(
             together = side_by_side(q, problem, B * k.shape[1], T * row * H // k.shape[1])
             grid, sizes = (B * k.shape[1] * tiles,), (lse.numel() // 2, T, S, tiles, together)
             tensors = (*inputs, dq, dk, dv, *looked_up)
-            strides = (*input_strides, *dq_strides, *others[-2].strides, *others[-1].strides, *mask_strides)
+            dk_strides, dv_strides = gradient_views[-2].strides, gradient_views[-1].strides
+            strides = (*input_strides, *dq_strides, *dk_strides, *dv_strides, *mask_strides)
             launch(_attention_keys_values, grid, *tensors, *strides, *sizes, *scalars, **constants, ADD_DQ=fast, **tile)
     return dq.to(q.dtype), dk, dv, delta

@@ -175,10 +175,10 @@ def bias_gradient(
     wide = wider(q, v)
     tile = problem.tile("bias", wide)
     BLOCK_T, BLOCK_S = tile["BLOCK_T"], tile["BLOCK_S"]
-    # A column counts from the first row of its tile: BLOCK_T - 1 further than from its own row, at most.
+    # Distances count from the first row of a tile: at most BLOCK_T - 1 more than from the column's own row.
     first, last = -(-(longest - 1) // BLOCK_S), (longest - 1 + BLOCK_T - 1) // BLOCK_S
     first, diagonals = -first, last + first + 1
-    # Two programs a multiprocessor, by the length of the loops: a part of the sequences each where there are few.
+    # Two programs per multiprocessor: if there are few, each takes a part of the sequences.
     parts = max(1, min(B, 2 * device_of(q).multiprocessors // (H * diagonals)))
     line = diagonals * BLOCK_S
     lines = noted(q.new_empty((parts, H, BLOCK_T, line), dtype=torch.float32))

@@ -160,7 +160,7 @@ def decode(q: Tensor, k: Tensor, v: Tensor, *arguments: Any) -> Tensor:
     sizes = (T, S, splits)
     scalars = problem.scalars()[:5]  # all but dropout's
     shared = {**problem.head_switches(q), "GROUP": group, "ALIGN": align}
-    # Tiles of one width: of 192 and 128, sm_80 spilled 8 bytes. What is not there is not loaded.
+    # Tiles of one width: with 192 and 128, sm_80 spilled 8 bytes. Masked columns are not loaded.
     sizes_of_heads = {**head_size("K", q, wide), **head_size("V", v, wide)}
     constants = {**shared, **sizes_of_heads, **problem.score_switches(wide), "BLOCK_R": power_of_two(T * group, 16)}
     constants["MASK"] = problem.mask_kind

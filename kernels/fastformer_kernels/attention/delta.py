@@ -1,6 +1,6 @@
-"""What backward needs of each row beside the log-sum-exp, delta = rowsum(out * dout), where no dQ kernel computes it.
+"""delta = rowsum(out * dout), which backward needs for each row, if the kernel of dQ does not compute it.
 
-That of dQ holds a tile of dout anyway, and takes one launch and one reading of dout less.
+The kernel of dQ loads a tile of dout anyway: one launch and one read of dout less.
 """
 
 import triton.language as tl

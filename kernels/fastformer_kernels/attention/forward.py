@@ -175,8 +175,8 @@ def _attention(
 def _ahead(wide: Tensor, tile: dict[str, int]) -> bool:
     """Choose whether the scores of the next tile are computed before the softmax of this one.
 
-    Only where the products take longer than all the rest, in tf32, and on sm_100: elsewhere other warps multiply
-    meanwhile, and carrying scores costs instructions and registers.
+    Only where the products take longest, in tf32, and on sm_100: elsewhere other warps multiply meanwhile, and carrying
+    scores costs instructions and registers.
     """
     if is_exact(wide):
         return False
@@ -196,7 +196,7 @@ def forward(q: Tensor, k: Tensor, v: Tensor, *arguments: Any) -> tuple[Tensor, T
     Returns:
         The output, `[B, H, T, V]` (laid out as `[B, T, H, V]`) or packed `[T, H, V]`, and the log-sum-exp of each row
         in units of log2, fp32 `[B, H, T]` or packed `[H, T]`; with an additive mask or a bias `[2, ...]`, maximum
-        and logarithm of the sum. A sink is in it as if it were a key.
+        and logarithm of the sum. It includes a sink like a key.
     """
     problem = Problem.of(*arguments)
     B, H, T, S = problem.sizes(q)
@@ -226,7 +226,7 @@ def forward(q: Tensor, k: Tensor, v: Tensor, *arguments: Any) -> tuple[Tensor, T
     sizes = (lse.numel() // 2, T, S, tiles, together)
     scalars = problem.scalars()
     constants = {**problem.switches(q, k, v), "HAS_SINKS": problem.sinks is not None, "ALIGN": align}
-    # The highest of the raw scores is the highest of the scaled ones, and scaling them is a part of the exponent then.
+    # With a positive scale the highest raw score is the highest scaled score, so the exponent can include the scaling.
     constants["AHEAD"] = _ahead(wide, tile)
     constants["RAW"] = problem.scale > 0.0 and problem.softcap == 0.0 and not problem.added
     with guard(q):

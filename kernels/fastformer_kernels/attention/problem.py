@@ -1,8 +1,8 @@
-"""What the launchers of all attention kernels share: the arguments as the kernels take them, and where sequences lie.
+"""Shared by the launchers of all attention kernels: the arguments as the kernels take them, and bounds of sequences.
 
-The latter is worked out on the device: nothing waits for it on the host. Lengths, a bool key mask or the offsets of
-packed sequences become one int32 `[B, 8]` tensor that every attention kernel reads; its columns are named in `tiles`. A
-key mask is reduced to its first and last real key, for skipping tiles of padding on the left and on the right, and a
+The bounds are computed on the device, so the host waits for nothing. Lengths, a bool key mask or the offsets of packed
+sequences become one int32 `[B, 8]` tensor that every attention kernel reads; `scores` names its columns. A key mask
+is reduced to its first and last real key, for skipping tiles of padding on the left and on the right, and a
 flag for gaps in between.
 """
 
@@ -27,8 +27,8 @@ from fastformer_kernels.host.launch import (
     threshold_and_scale,
 )
 
-# What a kernel of heads is compiled for: rows of masks, of their gradient and of that of weights are `lined_up`. Not
-# every kernel has them all.
+# Strides that kernels are specialised for: rows of masks, of the mask's gradient and of the weights' gradient are
+# `lined_up`. Not every kernel has them all.
 attends = kernel(
     *("stride_mask_b", "stride_mask_h", "stride_mask_t", "stride_mask_s"),
     *("stride_dmask_b", "stride_dmask_h", "stride_dmask_t"),
@@ -54,23 +54,23 @@ def views(*tensors: Tensor) -> tuple[int, list[View]]:
         in the kernel, it tells the compiler that rows can be loaded in whole vectors, where a head size such as 40 or
         72 hides that. Compiled for head size 72 without it: 16-bit loads, and a third more registers.
     """
-    found, bits = [], 0
+    in_elements, bits = [], 0
     for x in tensors:
         x = inner_contiguous(x)
         strides = x.stride()
         batch, head, row = strides[:3] if len(strides) == 4 else (0, strides[1], strides[0])
         bits |= batch | head | row
-        found.append(View(x, (batch, head, row)))
+        in_elements.append(View(x, (batch, head, row)))
     align = 16 // tensors[0].element_size()
     if bits % align:
-        return 1, found
-    return align, [View(x, (s[0] // align, s[1] // align, s[2] // align)) for x, s in found]
+        return 1, in_elements
+    return align, [View(x, (s[0] // align, s[1] // align, s[2] // align)) for x, s in in_elements]
 
 
 def lined_up(x: Tensor) -> Tensor:
-    """Return x `[..., S]`, copied if its rows do not begin at multiples of 16 elements, so that kernels may rely on it.
+    """Return x `[..., S]`, copied unless its rows begin at multiples of 16 elements, which kernels rely on.
 
-    They load a tile of it in whole vectors then. Compiled for odd S they took 40 to 90 registers more, and spilled.
+    Kernels then load tiles in whole vectors. Compiled for odd S they took 40 to 90 registers more, and spilled.
     """
     rows = [stride for size, stride in zip(x.shape[:-1], x.stride()[:-1], strict=True) if size > 1]
     if x.stride(-1) == 1 and x.data_ptr() % 16 == 0 and not any(stride % _LINE for stride in rows):
@@ -80,17 +80,17 @@ def lined_up(x: Tensor) -> Tensor:
 
 
 def whole_lines(columns: int) -> int:
-    """Return how long a row is that ends at a multiple of 16 elements."""
+    """Return the length of a row rounded up to a multiple of 16 elements."""
     return -(-columns // _LINE) * _LINE
 
 
 def row_strides(x: Tensor, q: Tensor) -> tuple[int, int]:
-    """Return the strides of batch (0 where q is packed) and head of `[H, T]` or `[B, H, T]`, of one part or of two."""
+    """Return the strides of batch (0 where q is packed) and head of `[H, T]` or `[B, H, T]`, or of `[2, ...]`."""
     return (0 if q.dim() == 3 else x.stride(-3), x.stride(-2))
 
 
 def rows_of(q: Tensor) -> tuple[int, ...]:
-    """Return the shape of a number for each query of each head: `[B, H, T]`, packed `[H, T]`."""
+    """Return the shape of one number per query and head: `[B, H, T]`, packed `[H, T]`."""
     return (q.shape[1], q.shape[0]) if q.dim() == 3 else tuple(q.shape[:3])
 
 
@@ -99,7 +99,7 @@ class Problem(Arguments):
 
     @classmethod
     def of(cls, *arguments: Any) -> "Problem":
-        """Return the problem of a kernel that reads the mask, and what each head has of its own."""
+        """Return the problem with a mask, bias and sinks whose strides the kernels can use."""
         problem = cls(*arguments)
         mask, bias, sinks = problem.mask, problem.distance_bias, problem.sinks
         if mask is not None:
@@ -117,7 +117,7 @@ class Problem(Arguments):
         return q.shape[0], q.shape[1], self.queries, self.keys
 
     def rows(self, q: Tensor) -> tuple[int, ...]:
-        """Return the shape of the log-sum-exp: `[B, H, T]`, packed `[H, T]`; two where scores are added to.
+        """Return the shape of the log-sum-exp: `[B, H, T]`, packed `[H, T]`; `[2, ...]` with an additive mask or bias.
 
         A mask of the lowest number, as some libraries add, leaves no bits for the logarithm of the sum beside the
         maximum; backward must have both.
@@ -126,16 +126,16 @@ class Problem(Arguments):
 
     @property
     def added(self) -> bool:
-        """Whether there is something to add to scores: a mask, or a bias."""
+        """Whether an additive mask or a bias is added to scores."""
         return self.distance_bias is not None or (self.mask is not None and self.mask.dtype != torch.bool)
 
     @property
     def looked_up(self) -> bool:
-        """Whether each score has something to look up in a mask or a bias."""
+        """Whether kernels read a mask or a bias for each score."""
         return self.mask is not None or self.distance_bias is not None
 
     def pointers(self, q: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-        """Return bounds, key mask, mask, bias and seed; q stands for what is not given, and is never read there."""
+        """Return bounds, key mask, mask, bias and seed; q replaces absent ones, and kernels do not read it there."""
         return (
             q if self.bounds is None else self.bounds,
             q if self.key_mask is None else as_bytes(self.key_mask.contiguous()),
@@ -148,18 +148,18 @@ class Problem(Arguments):
         """Return the strides of the key mask's rows, the mask's B, H, T, S (0 where broadcast), and the bias' H."""
         mask = [0, 0, 0, 0]
         if self.mask is not None:
-            given = [
+            strides = [
                 0 if size == 1 else stride for size, stride in zip(self.mask.shape, self.mask.stride(), strict=True)
             ]
-            mask[4 - len(given) :] = given
+            mask[4 - len(strides) :] = strides
             mask[3] = (
                 1 if sizes[3] == 1 else mask[3]
-            )  # of one key it means nothing, but the kernels are compiled for it
+            )  # the stride of one key is arbitrary, but kernels are compiled for it
         key_mask = 0 if self.key_mask is None else self.key_mask.shape[1]
         return (key_mask, *mask, 0 if self.distance_bias is None else self.distance_bias.shape[1])
 
     def scalars(self) -> tuple[int | float, ...]:
-        """Return shift, left, right, scale, softcap, dropout threshold and scale of what is kept."""
+        """Return shift, left, right, scale, softcap, dropout threshold and dropout scale."""
         threshold, keep_scale = threshold_and_scale(0.0 if self.seed is None else self.dropout_p)
         return self.shift, self.left, self.right, self.scale, self.softcap, threshold, keep_scale
 
@@ -168,7 +168,7 @@ class Problem(Arguments):
         return {"H": q.shape[1], "HAS_BOUNDS": self.bounds is not None}
 
     def score_switches(self, wide: Tensor) -> dict[str, int | bool | str]:
-        """Return those of a kernel that computes scores, of which each query sees keys by position and key mask."""
+        """Return the compile-time choices of a kernel that computes scores, limited by positions and key mask."""
         return {
             "HAS_LEFT": self.left >= 0,
             "HAS_RIGHT": self.right >= 0,
@@ -179,12 +179,12 @@ class Problem(Arguments):
 
     @property
     def mask_kind(self) -> int:
-        """Return what kernels know as MASK (`scores.hide`)."""
+        """The constant MASK of kernels (`scores.hide`)."""
         kind = 0 if self.mask is None else 1 if self.mask.dtype == torch.bool else 2
         return kind if self.distance_bias is None else 3 + kind
 
     def switches(self, q: Tensor, k: Tensor, v: Tensor | None) -> dict[str, int | bool | str]:
-        """Return those of a kernel that takes the whole problem; v is None where it reads no values."""
+        """Return the compile-time choices of a kernel that takes the whole problem; v is None if it reads no values."""
         wide = q if v is None else wider(q, v)
         return {
             **self.head_switches(q),
@@ -198,15 +198,15 @@ class Problem(Arguments):
         }
 
     def tile(self, family: str, wide: Tensor, *features: str) -> dict[str, int]:
-        """Return the tile sizes of a kernel, by their names in it.
+        """Return the tile sizes of a kernel, by the names of its parameters.
 
         Args:
             family: a table of `tiles`.
             wide: as `wider` returns it.
-            features: of the call, besides those that its arguments say.
+            features: of the call, besides those that its arguments state.
         """
         masked = self.mask is not None or self.softcap > 0.0
-        found = {
+        present_by_feature = {
             "heavy": masked or self.distance_bias is not None,
             "masked": masked,
             "bias": self.distance_bias is not None,
@@ -216,27 +216,27 @@ class Problem(Arguments):
         products = "16" if wide.element_size() == 2 else "fp32" if is_exact(wide) else "tf32"
         call = tiles.Call(
             *(family, device_of(wide).architecture, products, head_width(wide), self.queries),
-            frozenset(features).union(name for name, present in found.items() if present),
+            frozenset(features).union(name for name, present in present_by_feature.items() if present),
         )
         return tiles.choose(call)
 
 
 def wider(q: Tensor, v: Tensor) -> Tensor:
-    """Return that of the larger head size: for it tiles are chosen, and how to multiply."""
+    """Return q or v, whichever has the larger head size, which decides tiles and precision."""
     return q if q.shape[-1] >= v.shape[-1] else v
 
 
 def head_size(letter: str, x: Tensor, wide: Tensor) -> dict[str, int]:
-    """Return the compile-time head size of x, and how wide its tiles are: as those of `wide`.
+    """Return the compile-time head size of x, and the width of its tiles, which is that of `wide`.
 
-    Where values are wider, the tiles of queries and keys are so, too: with narrower ones Triton laid warps otherwise
-    than with heads of one size, and of the same rows forward and dK/dV spilled 16 to 4,176 bytes (64 and 128, sm_80).
+    If values are wider, so are the tiles of queries and keys: with narrower ones Triton arranged warps differently than
+    with heads of one size, and with the same rows forward and dK/dV spilled 16 to 4,176 bytes (64 and 128, sm_80).
     """
     return {letter: x.shape[-1], f"BLOCK_{letter}": power_of_two(wide.shape[-1], 16)}
 
 
 def is_exact(wide: Tensor) -> bool:
-    """Return whether products are those of fp32, which plain cores multiply: matrix units take 16 bits and tf32.
+    """Return whether products are exact fp32, computed on plain cores: matrix units take 16 bits and tf32.
 
     torch's setting allows tf32 and does not ask for it. Beyond a head size of 128 it is not used: mask gradient and
     backward spill 40 to 2,016 bytes in every tile that was compiled, of 16 rows and more.
@@ -245,7 +245,7 @@ def is_exact(wide: Tensor) -> bool:
 
 
 def head_width(wide: Tensor) -> int:
-    """Return the head size that tiles depend on, as a power of two: in tf32, that of as many bytes in 16 bits.
+    """Return the head size that tiles depend on, as a power of two; twice the head size in tf32.
 
     A row of tf32 takes twice the shared memory, and twice the registers where it is an operand.
     """
@@ -254,11 +254,11 @@ def head_width(wide: Tensor) -> int:
 
 
 def side_by_side(q: Tensor, problem: Problem, heads: int, head_bytes: int) -> int:
-    """Return how many heads' tiles take turns (`scores.place`): as many as half of the L2 holds, in groups of one size.
+    """Return how many heads' tiles alternate (`scores.place`): as many as half of the L2 holds, in equal groups.
 
     With causality the last tiles of queries, and the first of keys, take longest, and should start first, of all heads
-    and not of each. What a head's tiles all read then is read for many heads at a time, and must stay in the L2; half,
-    as each of the two parts of an A100's or H100's keeps what its own multiprocessors read. Simulated, bf16, head size
+    and not of each. Then the tiles of many heads read keys and values at the same time, which must stay in the L2: half
+    of it, because each half of an A100's or H100's L2 serves its own multiprocessors. Simulated, bf16, head size
     64, tiles 128 x 64, one on each of 132 multiprocessors, time over that of work spread evenly:
 
     | B, H, tokens | head by head | this |
@@ -269,11 +269,11 @@ def side_by_side(q: Tensor, problem: Problem, heads: int, head_bytes: int) -> in
     | 8, 16, 1024 | 1.15 | 1.03 |
     | 8, 16, 8192 | 1.01 | 1.00 |
 
-    Not measured on a GPU. Where all tiles take as long, heads follow one another.
+    Not measured on a GPU. Without causality all tiles take equally long, and heads follow one another.
 
     Args:
         heads: of the grid, B * H.
-        head_bytes: what the tiles of one head all read.
+        head_bytes: bytes that all tiles of one head read.
     """
     if problem.right < 0:
         return 1

@@ -1,8 +1,8 @@
-"""What the attention kernels share: where a sequence lies, which keys a query may see, scores, and their softmax.
+"""Shared by the attention kernels: bounds of a sequence, which keys a query may see, scores, and their softmax.
 
 Scores are kept in units of log2, so that `exp2` needs no multiplication. A query row t sees the keys s of
-[first_key, last_key) with t + shift - left <= s <= t + shift + right; what is beyond that (a key mask with gaps, an
-arbitrary mask) is looked up tile by tile. Rows and columns are given as `[BLOCK_T, 1]` and `[1, BLOCK_S]`, or the other
+[first_key, last_key) with t + shift - left <= s <= t + shift + right; other limits (a key mask with gaps, an
+arbitrary mask) are read tile by tile. Rows and columns are given as `[BLOCK_T, 1]` and `[1, BLOCK_S]`, or the other
 way round where a kernel works with transposed scores.
 """
 
@@ -12,7 +12,7 @@ import triton.language as tl
 from fastformer_kernels.constants import LOG2E, LOWEST
 from fastformer_kernels.random import keep
 
-# The columns of the bounds tensor, int32 [B, 8]; see `attention_bounds`.
+# The columns of the bounds tensor, int32 [B, 8]; see `problem.bounds`.
 Q_BASE = tl.constexpr(0)  # row of the first query of the sequence
 LAST_QUERY = tl.constexpr(1)  # queries from here on are padding
 K_BASE = tl.constexpr(2)  # row of the first key of the sequence

@@ -1,10 +1,10 @@
-"""Tile sizes of the attention kernels, as tables: a call takes the first row that it fits.
+"""Tile sizes of the attention kernels, as tables: a call takes the first row that fits it.
 
 A row fits if it names the GPU's architecture (`host.architecture`; "" is any, and AMD's GPUs take the rows of sm_86,
 which has most nearly their 64 KiB of shared memory), the products (16: of 16 bits, tf32, fp32: exact, on plain cores;
 "" is any), a head width and a number of queries that are not below the call's, and only features that the call has:
 
-- heavy: something to look up or to compute for each score, a mask, a bias, a softcap, gradients of weights;
+- heavy: something to read or compute for each score: a mask, a bias, a softcap, gradients of weights;
 - masked: a mask or a softcap; bias: by distance; key mask; dropout;
 - fast: gradients of queries by atomic additions;
 - narrow values: of a smaller head width than queries and keys.
@@ -31,7 +31,7 @@ _ANY = 1 << 31
 
 
 class Call(NamedTuple):
-    """What of a call decides its tiles."""
+    """The properties of a call that decide its tiles."""
 
     family: str  # a name in TILES
     architecture: str
@@ -42,7 +42,7 @@ class Call(NamedTuple):
 
     @property
     def key(self) -> str:
-        """Return the name of all calls that have the same tile measured: lengths count by class."""
+        """The key of calls that share a measured tile; lengths are in classes."""
         length = "1-128" if self.queries <= 128 else "129-511" if self.queries < 512 else "512-"
         return " ".join((*self[:3], str(self.width), length, ",".join(sorted(self.features)))).rstrip()
 
@@ -54,11 +54,11 @@ class Row(NamedTuple):
     products: str
     width: int
     queries: int
-    features: str  # with commas
+    features: str  # separated by commas
     tile: tuple[int, ...]
 
     def fits(self, call: Call) -> bool:
-        """Return whether a call takes the row, if no row before it."""
+        """Return whether a call can take the row."""
         named = self.architectures.split()
         if named and call.architecture not in named and not (call.architecture[:3] == "gfx" and "sm_86" in named):
             return False
@@ -230,13 +230,13 @@ TILES["bias"] += TILES["scores"]
 @cache
 def measured() -> dict[str, dict[str, int]]:
     """Read the tiles that tuning wrote, by `Call.key`."""
-    found: dict[str, dict[str, int]] = json.loads(MEASURED.read_text()) if MEASURED.exists() else {}
-    return found
+    tiles: dict[str, dict[str, int]] = json.loads(MEASURED.read_text()) if MEASURED.exists() else {}
+    return tiles
 
 
 @cache
 def choose(call: Call) -> dict[str, int]:
-    """Return the tile sizes of a call by their names; the caller does not change them."""
+    """Return the tile sizes of a call by name; callers must not modify the dictionary."""
     if call.key in measured():
         return measured()[call.key]
     row = next(row for row in TILES[call.family] if row.fits(call))

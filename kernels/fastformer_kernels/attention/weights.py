@@ -73,7 +73,7 @@ def weights(q: Tensor, k: Tensor, lse: Tensor, *arguments: Any) -> Tensor:
 
     Args:
         q, k, arguments: as in forward, dense.
-        lse: what forward returned.
+        lse: as forward returned it.
     """
     problem = Problem.of(*arguments)
     B, H, T, S = problem.sizes(q)

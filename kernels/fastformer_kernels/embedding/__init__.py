@@ -1,4 +1,4 @@
-"""What stands before the first layer, in one pass.
+"""Embedding of tokens and positions with dropout, in one pass.
 
-Letters: M tokens, N width, V vocabulary, P positions of the table. `stride_X_l` is how far apart the rows of X are.
+Letters: M tokens, N width, V vocabulary, P positions of the table. `stride_X_l` is the stride of the rows of X.
 """

@@ -1,7 +1,7 @@
-"""dropout(scale * weight[id] + table[position]) in one pass, and the first step of its way back.
+"""dropout(scale * weight[id] + table[position]) in one pass, and the first step of its backward.
 
-Backward needs the gradient behind dropout and scale; its sum over the tokens of each word is torch's own kernel, which
-adds in a fixed order.
+Backward first applies dropout and scale to the gradient; torch's own kernel then sums it over the tokens of each word,
+in a fixed order.
 """
 
 import torch
@@ -86,7 +86,8 @@ def scaled_gradient_kernel(
 def tile(N: int) -> dict[str, int]:
     """Choose the tile: 16 elements a thread, whole rows where they are no longer than that.
 
-    A word's row is contiguous and its neighbour's is not: wide tiles read whole cache lines. Not measured on a GPU.
+    A word's row is contiguous, rows of consecutive tokens are not: wide tiles read whole cache lines. Not measured on a
+    GPU.
     """
     width = min(power_of_two(N, 8), 1024)
     return {"BLOCK_M": 2048 // width, "BLOCK_N": width, "num_warps": 4}
@@ -108,12 +109,12 @@ def embedding(
         weight: `[V, D]`.
         positions: int64 of ids' shape, or None.
         table: `[P, D]`, or None like positions.
-        seed: of dropout, int64 `[1]`; None where there is none.
+        seed: of dropout, int64 `[1]`; None: no dropout.
         scale: of the weight.
         dropout_p: the probability to drop.
 
     Returns:
-        `[..., D]`, of the dtype to which those of weight and table promote; NaN where an id or a position is none.
+        `[..., D]`, of the dtype to which weight and table promote; NaN if an id or a position is out of range.
     """
     dtype = weight.dtype if table is None else torch.promote_types(weight.dtype, table.dtype)
     out = noted(weight.new_empty((*ids.shape, weight.shape[1]), dtype=dtype))

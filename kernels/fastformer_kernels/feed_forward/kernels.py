@@ -1,15 +1,15 @@
-"""What stands between the two matrix products of a feed-forward layer: a = dropout(f(h)), and its way back.
+"""The activation between the two matrix products of a feed-forward layer, a = dropout(f(h)), and its backward.
 
-Plain: h is `[M, F]`. Gated (Shazeer 2020): h is `[M, 2F]` = (gate, value) and a = dropout(f(gate) * value). The matrix
-products are the caller's, and so is the first bias, which they add before h is rounded: added here, to a rounded h, it
-would move values across ReLU's kink. Here is one pass over the hidden activations each way.
+Plain: h is `[M, F]`. Gated (Shazeer 2020): h is `[M, 2F]` = (gate, value) and a = dropout(f(gate) * value). The caller
+computes the matrix products and adds the first bias before h is rounded: added here, to a rounded h, the bias would
+move values across ReLU's kink. Forward and backward are one pass over the hidden activations each.
 
-- `activate` makes a.
-- `activate_backward` makes dh from da and h. It makes a once more too, which the gradient of the second weight needs,
-  so that h alone has to be kept.
-- `relu_backward` makes dh from da and a, where the activation is ReLU: a zero in a says "off or dropped", so that
+- `activate` computes a.
+- `activate_backward` computes dh from da and h. It also computes a, which the gradient of the second weight needs,
+  so that h alone has to be saved.
+- `relu_backward` computes dh from da and a, if the activation is ReLU: a zero in a means "off or dropped", so that
   neither h, nor the mask, nor its random numbers are needed.
-- `hidden_again` makes h in backward where nothing was kept: torch's product, as an op that compilers do not merge.
+- `hidden_again` computes h in backward if nothing was saved: torch's product, as an op that compilers do not merge.
 
 The gradient of the bias comes with dh: each program adds up its rows in fp32, and a second kernel adds up the programs
 in a fixed order. No atomics: the same numbers every time.
@@ -228,7 +228,7 @@ def _row_programs(x: Tensor, M: int, F: int, gated: bool, block: dict[str, int])
 
 
 def _add_partials(partials: Tensor | None, like: Tensor) -> Tensor:
-    """Add up the programs' parts of the bias's gradient, in the dtype of `like`; empty if there are none."""
+    """Sum the programs' partial gradients of the bias, in the dtype of `like`; empty if partials is None."""
     if partials is None:
         return noted(like.new_empty(0))
     P, N = partials.shape
@@ -243,7 +243,7 @@ def activate(h: Tensor, seed: Tensor | None, activation: str, dropout_p: float) 
 
     Args:
         h: `[M, F]`, or `[M, 2F]` = (gate, value).
-        seed: of dropout, int64 `[1]`; None where there is none.
+        seed: of dropout, int64 `[1]`; None: no dropout.
         activation: a key of FORMS.
         dropout_p: the probability to drop.
 
@@ -266,15 +266,15 @@ def activate(h: Tensor, seed: Tensor | None, activation: str, dropout_p: float) 
 
 
 def hidden_again(x: Tensor, weight: Tensor, bias: Tensor | None, dy: Tensor) -> Tensor:
-    """Compute h = x weight^T + bias in backward, where it was not kept.
+    """Compute h = x weight^T + bias in backward, if it was not saved.
 
-    An op of its own, which needs dy: a compiler takes the same product for the one of forward, and keeps that.
+    A separate op that depends on dy: a compiler would merge the product with that of forward, and save its result.
 
     Args:
         x: `[M, D]`.
         weight: `[F, D]`, or `[2F, D]`.
         bias: `[F]`, or `[2F]`; None: none.
-        dy: the gradient that backward begins with; nothing of it is read.
+        dy: the gradient of the op's output; its values are not read.
 
     Returns:
         `[M, F]`, or `[M, 2F]`.
@@ -300,8 +300,8 @@ def activate_backward(
         wants_bias: whether to compute the gradient of the bias that is in h.
 
     Returns:
-        dh, of h's shape; a `[M, F]`; the gradient of the bias, of h's row length; all of h's dtype. What is not wanted
-        is empty.
+        dh, of h's shape; a `[M, F]`; the gradient of the bias, of h's row length; all of h's dtype. Results that are
+        not requested are empty.
     """
     function, gated = FORMS[activation]
     da, h = da.contiguous(), h.contiguous()
@@ -326,12 +326,12 @@ def relu_backward(da: Tensor, a: Tensor, dropout_p: float, wants_bias: bool) -> 
 
     Args:
         da: `[M, F]`.
-        a: what `activate` returned.
+        a: the output of `activate`.
         dropout_p: as given to `activate`.
         wants_bias: whether to compute the gradient of the bias that is in h.
 
     Returns:
-        dh, of a's shape; the gradient of the bias, of a's row length, empty if not wanted; both of a's dtype.
+        dh, of a's shape; the gradient of the bias, of a's row length, empty if not requested; both of a's dtype.
     """
     da, a = da.contiguous(), a.contiguous()
     M, F = a.shape

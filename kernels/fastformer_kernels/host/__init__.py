@@ -1,1 +1,1 @@
-"""What every launcher needs on the host: the launch, the facts of the device, and plans of calls seen before."""
+"""Host code of all launchers: the launch, properties of the device, and plans that repeat earlier calls."""

@@ -1,6 +1,6 @@
 """Classes of GPUs with the same matrix units and about as much shared memory, by which tiles and speeds are listed.
 
-Without Triton, so that the choice of an implementation can be made where Triton is not installed.
+Does not import Triton, so that an implementation can be chosen where Triton is not installed.
 """
 
 from functools import cache

@@ -1,4 +1,4 @@
-"""What every launcher needs on the host: the launch itself, the device guard, and the facts of the device."""
+"""Host code of all launchers: the launch itself, the device guard, and properties of the device."""
 
 import inspect
 import threading
@@ -17,7 +17,7 @@ from fastformer_kernels.host.architecture import architecture_of
 
 # Fused multiply-add, which Triton 3.10 turns off unless asked for; every version from 3.6 on takes the option.
 _ENABLE_FP_FUSION = True
-# Those whose binder `launch` calls by itself; tests/kernels/test_plan.py holds the one that is installed to it.
+# Versions whose argument binder `launch` calls directly; tests/kernels/test_plan.py checks the installed version.
 _BINDS = triton.__version__.startswith(("3.6.", "3.7.", "3.8.", "3.9."))
 _LEVELS = 1 << 16  # of a probability to drop
 _compiled: dict[tuple[Any, ...], Any] = {}
@@ -25,15 +25,15 @@ _NOTHING = nullcontext()
 
 
 class Launch(NamedTuple):
-    """A launch that happened."""
+    """One launch of a kernel."""
 
-    compiled: Any  # None where it cannot be repeated
+    compiled: Any  # None if it cannot be repeated
     grid: tuple[int, int, int]
     values: list[Any]  # of all parameters of the kernel, in order
 
 
 class Watch:
-    """What one call of a launcher did: its launches, what it allocated, and views that begin where a tensor does."""
+    """A record of one call of a launcher: launches, allocated tensors, and (view, tensor) pairs of the same address."""
 
     def __init__(self) -> None:
         self.launches: list[Launch] = []
@@ -50,32 +50,32 @@ _watching = _Watching()
 
 
 class Device(NamedTuple):
-    """What tile sizes and grids depend on."""
+    """Properties of a GPU that tile sizes and grids depend on."""
 
-    target: str  # what kernels are compiled for, such as "sm_90" or "gfx942"
+    target: str  # of compilation, such as "sm_90" or "gfx942"
     multiprocessors: int
-    shared_memory: int  # bytes that one block can get
+    shared_memory: int  # bytes that one block can use
     cache: int = 50 << 20  # bytes of L2
 
     @property
     def architecture(self) -> str:
-        """Return the class of GPUs that this one belongs to."""
-        found = architecture_of(self.target)
-        assert found is not None, f"no kernel is known to run on {self.target}"
-        return found
+        """The class of GPUs that this GPU belongs to."""
+        architecture = architecture_of(self.target)
+        assert architecture is not None, f"no kernel is known to run on {self.target}"
+        return architecture
 
     @property
     def is_amd(self) -> bool:
-        """Return whether Triton compiles for it with AMD's backend."""
+        """Whether Triton compiles for this GPU with AMD's backend."""
         return self.target.startswith("gfx")
 
     @property
     def generation(self) -> int:
-        """Return the generation of NVIDIA's matrix units: 8 (mma.sync), 9 (wgmma) or 10 (tcgen05); 8 for AMD's GPUs."""
+        """The generation of NVIDIA's matrix units: 8 (mma.sync), 9 (wgmma) or 10 (tcgen05); 8 for AMD's GPUs."""
         return {"sm_90": 9, "sm_100": 10}.get(self.architecture, 8)
 
 
-# Where no GPU is asked: the interpreter, and meta tensors; `benchmarks.codegen` puts other GPUs here. It is an H200's.
+# For the interpreter and meta tensors: an H200; `benchmarks.codegen` sets other GPUs here.
 assumed = Device("sm_90", 132, 227 << 10)
 
 
@@ -90,7 +90,7 @@ def _properties(index: int) -> Device:
 
 
 def device_of(x: Tensor) -> Device:
-    """Return the facts of the GPU that `x` is on."""
+    """Return the properties of the GPU that `x` is on."""
     return _properties(x.get_device()) if x.is_cuda else assumed
 
 
@@ -100,16 +100,16 @@ def _devices() -> int:
 
 
 def guard(x: Tensor) -> Any:
-    """Make the device of `x` the current one inside a `with` block; does nothing where there is no choice."""
+    """Make the device of `x` the current one inside a `with` block; does nothing if there is only one GPU."""
     return torch.cuda.device_of(x) if _devices() > 1 else _NOTHING
 
 
 def precision(x: Tensor) -> str:
-    """Return the input precision of `tl.dot` for tensors like `x`: that of torch's own matrix products.
+    """Return the input precision of `tl.dot` for tensors like `x`: the precision of torch's own matrix products.
 
-    16 bits have one only, and so has fp32 on AMD's GPUs, of which one alone has tf32.
+    16 bits have one precision only, and so has fp32 on AMD's GPUs, of which only one supports tf32.
     """
-    # torch.backends.cuda.matmul.fp32_precision asks this, 2 us later
+    # torch.backends.cuda.matmul.fp32_precision calls this, in 2 us more
     tf32 = x.dtype == torch.float32 and torch._C._get_fp32_precision_getter("cuda", "matmul") == "tf32"
     return "tf32" if tf32 and not device_of(x).is_amd else "ieee"
 
@@ -125,7 +125,7 @@ def power_of_two(n: int, at_least: int = 1) -> int:
 
 
 def threshold_and_scale(p: float) -> tuple[int, float]:
-    """Return what a dropout probability is in the kernels: numbers below the threshold drop; the rest are scaled."""
+    """Return threshold and scale of a dropout probability: random numbers below the threshold drop their element."""
     if p >= 1.0:
         return _LEVELS, 0.0
     threshold = min(round(p * _LEVELS), _LEVELS - 1)
@@ -133,73 +133,73 @@ def threshold_and_scale(p: float) -> tuple[int, float]:
 
 
 def inner_contiguous(x: Tensor) -> Tensor:
-    """Return `x`, copied only if neighbours of its last dimension are not neighbours in memory."""
+    """Return `x`, copied only if its last dimension is not contiguous."""
     return x if x.stride(-1) == 1 or x.shape[-1] == 1 else x.contiguous()
 
 
 def kernel(*fixed: str, anywhere: Sequence[str] = ()) -> Callable[[Callable[..., Any]], Any]:
-    """Return `triton.jit` for a kernel that is compiled once for its constants, whatever the batches are.
+    """Return `triton.jit` for a kernel that is compiled once for its constants, for all batches.
 
-    Triton compiles again where an integer is 1, a multiple of 16, or neither, and where an address is a multiple of 16
-    bytes or not: for seconds, at the first batch of such a length, which may be in the middle of training. So here it
-    looks at what is named, and at no other integer.
+    Triton compiles again depending on whether an integer is 1 or a multiple of 16, and whether an address is a multiple
+    of 16 bytes: for seconds, at the first batch of such a length, which may be in the middle of training. So kernels
+    are specialised for the named integers only.
 
     Args:
-        fixed: integers that the model decides on, never the batch.
-        anywhere: pointers to what is looked up number by number, which may be a part of any tensor.
+        fixed: integers that depend on the model, not on the batch.
+        anywhere: pointers to tensors that are read number by number, at any alignment.
     """
 
     def decorate(function: Callable[..., Any]) -> Any:
-        given = [p for p in inspect.signature(function).parameters.values() if p.annotation is p.empty]
-        sizes = [p.name for p in given if not p.name.endswith("_ptr") and p.name not in fixed]
+        arguments = [p for p in inspect.signature(function).parameters.values() if p.annotation is p.empty]
+        sizes = [p.name for p in arguments if not p.name.endswith("_ptr") and p.name not in fixed]
         return triton.jit(function, do_not_specialize=sizes, do_not_specialize_on_alignment=[*anywhere])
 
     return decorate
 
 
 def launch(kernel: Any, grid: tuple[int, ...], *args: Any, **options: Any) -> Any:
-    """Do what `kernel[grid](*args, **options)` does, with fused multiply-add; return the compiled kernel.
+    """Run `kernel[grid](*args, **options)` with fused multiply-add; return the compiled kernel.
 
-    A launch is written on one line: what would not fit is grouped before it, in the kernel's order, as `tensors`,
-    `strides`, `sizes`, `scalars`, and `constants`, which with the tile are what the kernel is compiled for.
+    A launch is written on one line: long lists of arguments are grouped before it, in the kernel's order, as `tensors`,
+    `strides`, `sizes`, `scalars`, and `constants`; the kernel is compiled for the constants and the tile.
 
-    Triton binds the arguments, which says how each is specialised; then it writes all options out as text to find what
-    it compiled for that, and compares every constant that the kernel takes from its module with its former value. This
-    keeps what was found, by kernel, device, specialisation and options; our constants do not change. One core, in
+    Triton binds the arguments, which gives their specialisation; then it writes all options as text to look up the
+    compiled kernel, and compares every module constant of the kernel with its former value. `launch` caches compiled
+    kernels by kernel, device, specialisation and options; fastformer's constants do not change. One core, in
     microseconds: `_attention` (59 arguments) 28 -> 23, `_attention_queries` (68) 44 -> 26, layer norm (14) 10 -> 8.
     """
     options["enable_fp_fusion"] = _ENABLE_FP_FUSION
     watch = _watching.watch
-    if not _BINDS or not isinstance(kernel, triton.JITFunction):  # the interpreter has functions of its own
+    if not _BINDS or not isinstance(kernel, triton.JITFunction):  # the interpreter has another class
         if watch is not None:
             watch.launches.append(Launch(None, (*grid, 1, 1)[:3], []))
         return kernel[grid](*args, **options)
     device = driver.active.get_current_device()
-    bound, specialization, others = kernel.device_caches[device][-1](*args, **options)
-    key = (kernel.fn, device, *specialization, *others.items())
-    found = _compiled.get(key)
-    if found is None:
-        found = kernel[grid](*args, **options)
-        if found is not None:  # a hook may stop the compilation
-            _compiled[key] = found
+    bound, specialization, bound_options = kernel.device_caches[device][-1](*args, **options)
+    key = (kernel.fn, device, *specialization, *bound_options.items())
+    compiled = _compiled.get(key)
+    if compiled is None:
+        compiled = kernel[grid](*args, **options)
+        if compiled is not None:  # a hook may stop the compilation
+            _compiled[key] = compiled
     else:
-        _start(found, (*grid, 1, 1)[:3], driver.active.get_current_stream(device), bound.values())
+        _start(compiled, (*grid, 1, 1)[:3], driver.active.get_current_stream(device), bound.values())
     if watch is not None:
-        watch.launches.append(Launch(found, (*grid, 1, 1)[:3], list(bound.values())))
-    return found
+        watch.launches.append(Launch(compiled, (*grid, 1, 1)[:3], list(bound.values())))
+    return compiled
 
 
 def _start(compiled: Any, grid: tuple[int, int, int], stream: int, values: Iterable[Any]) -> None:
-    """Launch what was compiled."""
+    """Launch a compiled kernel."""
     hooks = knobs.runtime.launch_enter_hook, knobs.runtime.launch_exit_hook
     if any(getattr(hook, "calls", hook) for hook in hooks):
-        compiled[grid](*values)  # profilers that hook launches want to be told about them
+        compiled[grid](*values)  # calls the launch hooks of profilers
     else:
         compiled.run(*grid, stream, compiled.function, compiled.packed_metadata, None, None, None, *values)
 
 
 def repeat(launched: list[Launch]) -> None:
-    """Launch once more, each with its values."""
+    """Repeat launches, each with its values."""
     device = driver.active.get_current_device()
     stream = driver.active.get_current_stream(device)
     for compiled, grid, values in launched:
@@ -208,7 +208,7 @@ def repeat(launched: list[Launch]) -> None:
 
 @contextmanager
 def watched() -> Iterator[Watch]:
-    """Note what this thread does inside the `with` block."""
+    """Record launches, allocations and views of this thread inside the `with` block."""
     before, _watching.watch = _watching.watch, Watch()
     try:
         yield _watching.watch
@@ -217,9 +217,9 @@ def watched() -> Iterator[Watch]:
 
 
 def noted(x: Tensor) -> Tensor:
-    """Return x, which was just allocated and has no contents: what a plan allocates again.
+    """Record x, a new tensor without contents, which a plan allocates again; return x.
 
-    Nothing may be written into x but by launches. A tensor that was not noted ends any plan.
+    Only launches may write to x. A launcher that uses a tensor that is not noted has no plan.
     """
     if _watching.watch is not None:
         _watching.watch.allocated.append(x)
@@ -230,5 +230,5 @@ def as_bytes(x: Tensor) -> Tensor:
     """View bool as uint8, which kernels can load."""
     view = x.view(torch.uint8)
     if _watching.watch is not None:
-        _watching.watch.aliases.append((view, x))  # a launch takes an address, whatever the tensor's dtype
+        _watching.watch.aliases.append((view, x))  # a launch takes the address alone
     return view

@@ -1,12 +1,11 @@
-"""Launchers that remember: tensors of the same description get the same allocations and the same launches.
+"""Plans of launchers: tensors of the same description get the same allocations and the same launches.
 
-What a launcher does follows from shapes, strides, dtypes, alignments and numbers: it chooses tiles, allocates, and
-binds up to 70 arguments. The first call of a description is watched; those after it, such as those of a model's other
-layers, do what was seen, and nothing else. A call that launches with or returns a tensor which is neither an argument
-nor `noted` has no plan and always runs as it is; tests/kernels/test_plan.py looks for launchers that do more than they
-note.
+A launcher depends on shapes, strides, dtypes, alignments and numbers alone: it chooses tiles, allocates, and binds up
+to 70 arguments. The first call of a description is recorded; later calls, such as those of a model's other layers,
+repeat the record. A call that uses or returns a tensor that is neither an argument nor `noted` has no plan, and always
+runs the launcher; tests/kernels/test_plan.py looks for launchers that do more than they note.
 
-One core, fp32, microseconds of a launcher, watched, by plan: layer norm 21, 44, 14; packed attention 60, 90, 17.
+One core, fp32, microseconds of a launcher, recorded, by plan: layer norm 21, 44, 14; packed attention 60, 90, 17.
 """
 
 from collections.abc import Callable
@@ -19,19 +18,19 @@ from triton import knobs
 
 from fastformer_kernels.host.launch import Launch, guard, precision, repeat, watched
 
-# Plans of a launcher; where sizes never repeat, they are all forgotten now and then. A plan takes 2 to 4 KB (of layer
-# norm and of attention), so those of a dozen launchers take about 1 MiB.
+# Plans of a launcher; at this number they are deleted, because sizes may never repeat. A plan takes 2 to 4 KB (layer
+# norm, attention), so the plans of a dozen launchers take about 1 MiB.
 _MOST = 32
 _NEVER = "does more than a plan can"
-_SPECIALISES_STORAGE = torch.version.hip is not None  # Triton compiles for AMD by whether 32 bits count the bytes
+_SPECIALISES_STORAGE = torch.version.hip is not None  # for AMD, Triton specialises on storages below 2 GiB
 _TENSORS = (Tensor, torch.nn.Parameter)
 
 
 class _Plan(NamedTuple):
-    """What a call did. Slots number its tensors: the arguments by their places, then the allocations."""
+    """The record of a call. Slots number its tensors: first the arguments, then the allocations."""
 
     allocations: list[tuple[tuple[int, ...], tuple[int, ...], torch.dtype]]  # size, stride, dtype
-    launches: list[tuple[Launch, list[tuple[int, int]]]]  # without tensors, whose (place, slot) are listed
+    launches: list[tuple[Launch, list[tuple[int, int]]]]  # without tensors; their (index, slot) are listed
     result: int | tuple[int, ...]  # slots
 
     def run(self, args: tuple[Any, ...], device: torch.device) -> Any:
@@ -53,45 +52,47 @@ _memories: list[_Plans] = []  # of all launchers
 
 
 def forget() -> None:
-    """Forget all plans, for who has replaced a part of a launcher."""
+    """Delete all plans, for callers that replaced a function of a launcher."""
     for plans in _memories:
         plans.clear()
 
 
-def _watched(launcher: Callable[..., Any], args: tuple[Any, ...], plans: _Plans, key: Any) -> Any:
-    """Call the launcher, and keep what it did under `key`."""
+def _record_call(launcher: Callable[..., Any], args: tuple[Any, ...], plans: _Plans, key: Any) -> Any:
+    """Call the launcher, and store its plan under `key`."""
     slots = {id(x): slot for slot, x in enumerate(args) if type(x) in _TENSORS}
-    if len(slots) < sum(type(x) in _TENSORS for x in args):  # a launch does not tell which of the two it takes
+    if len(slots) < sum(
+        type(x) in _TENSORS for x in args
+    ):  # a repeated tensor: a launch does not show which argument it takes
         return launcher(*args)
-    with watched() as seen:
+    with watched() as record:
         result = launcher(*args)
-    slots |= {id(x): slot for slot, x in enumerate(seen.allocated, start=len(args))}
-    for alias, base in seen.aliases:
+    slots |= {id(x): slot for slot, x in enumerate(record.allocated, start=len(args))}
+    for alias, base in record.aliases:
         if id(base) in slots:
             slots[id(alias)] = slots[id(base)]
     plans[key] = _NEVER
     repeated = []
-    for compiled, grid, values in seen.launches:
+    for compiled, grid, values in record.launches:
         places = [(i, slots.get(id(x), -1)) for i, x in enumerate(values) if type(x) in _TENSORS]
         if compiled is None or any(slot < 0 for _, slot in places):
             return result
-        kept = values.copy()
+        without_tensors = values.copy()
         for i, _ in places:
-            kept[i] = None
-        repeated.append((Launch(compiled, grid, kept), places))
+            without_tensors[i] = None
+        repeated.append((Launch(compiled, grid, without_tensors), places))
     results = [slots.get(id(x), -1) for x in ([result] if isinstance(result, Tensor) else result)]
     if repeated and min(results) >= 0:
-        allocations = [(tuple(x.shape), x.stride(), x.dtype) for x in seen.allocated]
+        allocations = [(tuple(x.shape), x.stride(), x.dtype) for x in record.allocated]
         plans[key] = _Plan(allocations, repeated, results[0] if isinstance(result, Tensor) else tuple(results))
     return result
 
 
 def planned(launcher: Callable[..., Any]) -> Callable[..., Any]:
-    """Return the launcher with a memory; in the interpreter, the launcher.
+    """Return a function that calls the launcher once per description, and then its plan; not in the interpreter.
 
     Args:
         launcher: takes tensors, at least one, None, numbers, strings, dtypes and lists of these; returns a tensor or a
-            tuple of them; and depends on nothing but the description of these and torch's precision of fp32 products.
+            tuple of them; and depends only on the description of these and torch's precision of fp32 products.
     """
     if knobs.runtime.interpret:
         return launcher
@@ -100,7 +101,7 @@ def planned(launcher: Callable[..., Any]) -> Callable[..., Any]:
 
     @wraps(launcher)
     def run(*args: Any) -> Any:
-        if torch._C._len_torch_dispatch_stack() > 0:  # somebody else is watching
+        if torch._C._len_torch_dispatch_stack() > 0:  # a mode must see the launcher's ops
             return launcher(*args)
         description: list[Any] = []
         first: Any = None
@@ -111,7 +112,7 @@ def planned(launcher: Callable[..., Any]) -> Callable[..., Any]:
                 description += x.shape, x.stride(), x.dtype, x.get_device(), x.data_ptr() % 16 == 0
                 if _SPECIALISES_STORAGE:
                     description.append(x.untyped_storage().nbytes() < 1 << 31)
-            elif isinstance(x, Tensor):  # of a class of somebody's own: no description, and no key to keep it alive
+            elif isinstance(x, Tensor):  # a subclass: it has no description, and a key would keep it alive
                 return launcher(*args)
             else:
                 description.append(tuple(x) if isinstance(x, list) else x)
@@ -124,6 +125,6 @@ def planned(launcher: Callable[..., Any]) -> Callable[..., Any]:
             return launcher(*args)
         if len(plans) >= _MOST:
             plans.clear()
-        return _watched(launcher, args, plans, key)
+        return _record_call(launcher, args, plans, key)
 
     return run

@@ -1,17 +1,17 @@
-"""Output projection + cross entropy, a chunk of rows at a time: the logits of all rows are never there together.
+"""Output projection + cross entropy, a chunk of rows at a time: the logits of all rows never exist at once.
 
-Of each row, z = W x + b and loss = lse(z) - (1 - eps) z_y - eps mean(z) (label smoothing: Szegedy et al. 2016), thus
+For each row, z = W x + b and loss = lse(z) - (1 - eps) z_y - eps mean(z) (label smoothing: Szegedy et al. 2016), thus
 d loss / d z = softmax(z) - (1 - eps) onehot(y) - eps / V.
 
-Of each chunk: torch's matrix product writes the logits; one kernel reads them twice (the online softmax of Milakov and
+For each chunk: torch's matrix product writes the logits; one kernel reads them twice (the online softmax of Milakov and
 Gimelshein 2018, then the gradient) and writes the gradient over them; torch's matrix products take that to dx, and to
-dW, which accumulates in fp32 over the chunks (half inputs: `torch.addmm(out_dtype=float32)`, which is CUDA's alone).
+dW, which accumulates in fp32 over the chunks (half inputs: `torch.addmm(out_dtype=float32)`, on CUDA only).
 
-The buffer of a chunk has rows padded to a multiple of 16: whatever V is, loads and stores are whole vectors, and the
-matrix products find the alignment that their fast kernels ask for.
+The buffer of a chunk has rows padded to a multiple of 16: for any V, loads and stores are whole vectors, and the matrix
+products get the alignment that their fast kernels require.
 
-fp16: what is below 6e-8 is zero in fp16, and most of a softmax over many classes is. The gradient, at most 1 in size,
-is kept times 2^15; the matrix products, whose factor is applied in fp32, take that back.
+fp16: numbers below 6e-8 are zero in fp16, and so is most of a softmax over many classes. The gradient, at most 1 in
+size, is stored times 2^15; the matrix products undo this by their factor, which is applied in fp32.
 """
 
 import torch
@@ -135,7 +135,7 @@ def _label(row_ptr, bias_ptr, target_ptr, row, V, ignore_index, HAS_BIAS: tl.con
     return label.to(tl.int32), counts, valid, z
 
 
-# A chunk's targets, losses and gradients of rows begin anywhere.
+# Targets, losses and gradients of a chunk's rows have any alignment.
 _kernel = kernel("V", "stride_logits_m", anywhere=["target_ptr", "grad_ptr", "loss_ptr"])
 
 
@@ -189,14 +189,14 @@ def cross_entropy_gradients_kernel(
 
 
 def _add_product(total: Tensor, a: Tensor, b: Tensor, beta: float, alpha: float) -> None:
-    """total = beta * total + alpha * a b, for an fp32 total, whatever the dtype of a and b."""
-    # None of these looks at autocast, as `torch.mm` without `out` would.
+    """Set total = beta * total + alpha * a b, for an fp32 total, with a and b of any dtype."""
+    # Autocast does not cast inputs of these, as it would for `torch.mm` without `out`.
     if a.dtype == total.dtype:
         total.addmm_(a, b, beta=beta, alpha=alpha)
     elif a.is_cuda:
         torch.addmm(total, a, b, out_dtype=total.dtype, beta=beta, alpha=alpha, out=total)
     else:
-        # No other device has such a product; the interpreter's tensors, and meta tensors, come here.
+        # Only CUDA has such a product; tensors of the interpreter and meta tensors are handled here.
         total.addmm_(a.to(total.dtype), b.to(total.dtype), beta=beta, alpha=alpha)
 
 
@@ -217,11 +217,11 @@ def forward(
             ignore_index gives NaN.
         ignore_index: rows of this target have loss 0 and gradient 0.
         smoothing: eps.
-        wanted: which of the gradients of x, weight and bias to compute; none costs a pass less.
+        wanted: which of the gradients of x, weight and bias to compute; without any, one pass less.
         grad: fp32 `[M]`, at most 1 in size where x is fp16; ones if None.
 
     Returns:
-        The losses, fp32 `[M]`; the gradients of x (of x's dtype), weight and bias (fp32), of size 0 where not wanted.
+        The losses, fp32 `[M]`; the gradients of x (of x's dtype), weight and bias (fp32), of size 0 unless wanted.
     """
     M, V = x.shape[0], weight.shape[0]
     empty = x.new_empty if M else x.new_zeros
@@ -235,7 +235,7 @@ def forward(
     stride = cdiv(V, _COLUMNS_MULTIPLE) * _COLUMNS_MULTIPLE
     buffer = x.new_empty((step, stride))
     if stride != V:
-        buffer[:, V:].zero_()  # nothing undefined is read
+        buffer[:, V:].zero_()  # so that no undefined value is read
     padded = bias if bias is None or stride == V else torch.nn.functional.pad(bias, (0, stride - V))
     padded = None if padded is None else padded.contiguous()
     target = target.contiguous()
@@ -281,14 +281,14 @@ def backward(
     smoothing: float,
     wanted: list[bool],
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Compute the gradients of sum(grad * loss), the logits once more.
+    """Compute the gradients of sum(grad * loss), and the logits again.
 
     Args:
         grad: fp32 `[M]`. Divided by its largest value before and multiplied with it after the matrix products, so that
             no fp16 number overflows however large it is.
 
     Returns:
-        The gradients of x, weight and bias in their dtypes, of size 0 where not wanted.
+        The gradients of x, weight and bias in their dtypes, of size 0 unless wanted.
     """
     largest = grad.abs().amax().clamp_min(torch.finfo(grad.dtype).tiny) if len(grad) else grad.new_ones(())
     _, dx, dweight, dbias = forward(

@@ -4,8 +4,8 @@ The gradient, from dy and ds (which may be missing), with the formula of `layer_
 
     dresidual = d norm(s) + ds,   dx = dropout'(dresidual),   dw, db as there
 
-Backward reads dy, s and ds once, and makes the dropout mask again from its seed. Statistics are those of s as it is
-stored. For wide rows, and for ds alone, there are elementwise kernels before and after those of the norm.
+Backward reads dy, s and ds once, and computes the dropout mask again from its seed. Statistics are those of s in its
+stored dtype. For wide rows, and for ds alone, elementwise kernels run before and after those of the norm.
 """
 
 import torch
@@ -239,7 +239,7 @@ def forward(
     Args:
         x, residual: `[M, N]`; s has the dtype to which theirs promote.
         weight, bias: contiguous `[N]`, of any dtype.
-        seed: of dropout, int64 `[1]`; None where there is none.
+        seed: of dropout, int64 `[1]`; None: no dropout.
         eps: added to the variance, or to the mean square.
         dropout_p: the probability to drop.
         centred: the norm is layer norm; else RMS norm, which has no bias.
@@ -274,7 +274,7 @@ def forward(
 def elements_a_thread(N: int, mixed: bool) -> int | None:
     """Choose how much of a tile each thread of the backward kernel holds; None if the kernel cannot take rows of N.
 
-    More is less synchronisation, up to where registers spill in sm_80, sm_90 or sm_100 code. Not measured on a GPU.
+    More elements need less synchronisation, until registers spill on sm_80, sm_90 or sm_100. Not measured on a GPU.
 
     Args:
         N: row length.
@@ -299,15 +299,15 @@ def backward(
     dw: torch.dtype | None,
     db: torch.dtype | None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Return the gradients of residual, x, weight and bias in the dtypes given; of 0 elements where that is None.
+    """Return the gradients of residual, x, weight and bias in these dtypes; of 0 elements if the dtype is None.
 
     Args:
         dy, ds: `[M, N]`, the gradients of y and s; one of them may be None.
         s, mean, rstd: results of `forward`, mean None of RMS norm; weight, seed, dropout_p: as there.
-        dresidual, dx, dw, db: dtypes of the gradients that are wanted; dw and db only with dy.
+        dresidual, dx, dw, db: dtypes of the gradients, None to skip one; dw and db only with dy.
     """
     M, N = s.shape
-    residual_grad, x_grad = (noted(s.new_empty(0 if one is None else (M, N), dtype=one)) for one in (dresidual, dx))
+    residual_grad, x_grad = (noted(s.new_empty((M, N) if dtype else 0, dtype=dtype)) for dtype in (dresidual, dx))
     if s.numel() == 0:
         return residual_grad, x_grad, *(s.new_zeros(0 if dtype is None else N, dtype=dtype) for dtype in (dw, db))
     dy, ds = (None if grad is None else inner_contiguous(grad) for grad in (dy, ds))
@@ -326,11 +326,11 @@ def backward(
             return residual_grad, x_grad, *sum_partials(s, partials, dw, db)
     dnorm, w_grad, b_grad = None, noted(s.new_empty(0)), noted(s.new_empty(0))
     if dy is not None:
-        wanted = None if written == (None, None) else torch.float32
+        dnorm_dtype = None if written == (None, None) else torch.float32
         if mean is not None:
-            dnorm, w_grad, b_grad = layer_norm.backward(dy, s, weight, mean, rstd, wanted, dw, db)
+            dnorm, w_grad, b_grad = layer_norm.backward(dy, s, weight, mean, rstd, dnorm_dtype, dw, db)
         else:
-            dnorm, w_grad = rms_norm.backward(dy, s, weight, rstd, wanted, dw)
+            dnorm, w_grad = rms_norm.backward(dy, s, weight, rstd, dnorm_dtype, dw)
     if written != (None, None):
         grid, tile = elementwise(s)
         align, (_, stride_ds_m) = row_strides(s, ds)

@@ -38,21 +38,21 @@ TILE = 2048
 
 
 def aligned(N: int) -> bool:
-    """Whether rows of N elements all begin on 16 bytes, so that loads are wide and can run ahead: all but odd sizes."""
+    """Return whether all rows of N elements begin on 16 bytes, so that loads are wide and can be prefetched."""
     return N % 16 == 0
 
 
 def is_wide(N: int) -> bool:
-    """Whether rows are too long for one tile, which is held in registers: 16 elements a thread with 16 warps.
+    """Return whether rows are too long for one tile, which is held in registers: 16 elements a thread with 16 warps.
 
-    Where rows are not aligned, addresses need registers too, and the limit is half as much.
+    If rows are not aligned, addresses need registers too, and the limit is half as much.
     """
     longest = 8192 if aligned(N) else 4096
     return longest < N
 
 
 def forward_tile(N: int) -> dict[str, int]:
-    """Choose the tile of a kernel that reads rows once, which are not wide: about TILE elements, 16 a thread.
+    """Choose the tile of a kernel that reads rows once, not wide ones: about TILE elements, 16 a thread.
 
     That is two 16-byte loads a thread in half precision, and several rows where they are short. Not measured on a GPU.
     """
@@ -68,7 +68,7 @@ def wide_tile() -> dict[str, int]:
 def backward_tile(x: Tensor, bytes_a_column: int, elements: int = 16) -> tuple[tuple[int, int], dict[str, int]]:
     """Choose the grid and the tile of a backward kernel for x `[M, N]`.
 
-    Tiles are as in `forward_tile`; a wide row is cut into columns, each program keeping to its own. The programs walk
+    Tiles are as in `forward_tile`; a wide row is cut into ranges of columns, one per program. The programs walk
     over all tiles, as many as run at once: 16 warps a multiprocessor, whose registers just hold them at 128 a thread,
     or 8 where rows are not aligned, which take more. For sm_100 Triton 3.9 needs more too: a thread holds half as much.
     Loads run up to two tiles ahead, with 16 elements a thread 64 KB on their way in half precision. More and smaller
@@ -76,9 +76,9 @@ def backward_tile(x: Tensor, bytes_a_column: int, elements: int = 16) -> tuple[t
     quarter of all bytes already. Not measured on a GPU.
 
     Args:
-        x: decides on M, N and the device.
-        bytes_a_column: of what is read element by element, all tensors together.
-        elements: a thread holds; a power of two.
+        x: states M, N and the device.
+        bytes_a_column: bytes per element of all tensors that are read.
+        elements: per thread; a power of two.
     """
     M, N = x.shape
     device = device_of(x)
@@ -99,14 +99,16 @@ def backward_tile(x: Tensor, bytes_a_column: int, elements: int = 16) -> tuple[t
 
 
 def row_strides(*matrices: Tensor | None) -> tuple[int, tuple[int, ...]]:
-    """Return what the strides of rows are multiples of, ALIGN in the kernels, and these in units of that; None: 0.
+    """Return ALIGN, of which all strides of rows are multiples, and the strides in units of ALIGN, 0 for None.
 
-    Up to 16 bytes, as far as the length of a row allows: multiplied in the kernel, it tells the compiler that rows load
-    in whole vectors, whatever their number and their distance.
+    ALIGN is up to 16 bytes, as the length of a row allows: multiplied in the kernel, it tells the compiler that rows
+    load in whole vectors, for any number of rows and any stride.
     """
-    given = [x for x in matrices if x is not None]
-    strides = [0 if x is None else x.stride(0) if x.shape[0] > 1 else x.shape[1] for x in matrices]  # of one row: any
-    align = math.gcd(16 // min(x.element_size() for x in given), given[0].shape[1], *strides)
+    present = [x for x in matrices if x is not None]
+    strides = [
+        0 if x is None else x.stride(0) if x.shape[0] > 1 else x.shape[1] for x in matrices
+    ]  # of one row: arbitrary
+    align = math.gcd(16 // min(x.element_size() for x in present), present[0].shape[1], *strides)
     return align, tuple([stride // align for stride in strides])
 
 
@@ -231,12 +233,12 @@ def backward(
     dw: torch.dtype | None,
     db: torch.dtype | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the gradients of x, weight and bias in the dtypes dx, dw, db; of 0 elements where that is None.
+    """Return the gradients of x, weight and bias in the dtypes dx, dw, db; of 0 elements if the dtype is None.
 
     Args:
         dy: `[M, N]`, the gradient of y.
         x, weight: as in `forward`; mean, rstd: its results.
-        dx, dw, db: dtypes of the gradients that are wanted.
+        dx, dw, db: dtypes of the gradients, None to skip one.
     """
     dy, x = inner_contiguous(dy), inner_contiguous(x)
     M, N = x.shape

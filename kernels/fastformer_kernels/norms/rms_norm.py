@@ -4,7 +4,7 @@ The gradient with g = dy w (means over the row, sums over the rows):
 
     dx = (g - x̂ mean(g x̂)) / sqrt(mean(x^2) + eps),   dw = sum(dy x̂)
 
-The plan is that of `layer_norm`.
+Passes and tiles are those of `layer_norm`.
 """
 
 import torch
@@ -128,12 +128,12 @@ def forward(x: Tensor, weight: Tensor | None, eps: float, dtype: torch.dtype) ->
 def backward(
     dy: Tensor, x: Tensor, weight: Tensor | None, rstd: Tensor, dx: torch.dtype | None, dw: torch.dtype | None
 ) -> tuple[Tensor, Tensor]:
-    """Return the gradients of x and weight in the dtypes dx and dw; of 0 elements where that is None.
+    """Return the gradients of x and weight in the dtypes dx and dw; of 0 elements if the dtype is None.
 
     Args:
         dy: `[M, N]`, the gradient of y.
         x, weight: as in `forward`; rstd: its result.
-        dx, dw: dtypes of the gradients that are wanted.
+        dx, dw: dtypes of the gradients, None to skip one.
     """
     dy, x = inner_contiguous(dy), inner_contiguous(x)
     M, N = x.shape

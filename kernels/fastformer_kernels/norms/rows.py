@@ -1,4 +1,4 @@
-"""What the norm kernels share: loading tiles of rows, standardising one and back, and the weights' gradients.
+"""Shared by the norm kernels: loads of tiles, standardisation and its gradient, and the weights' gradients.
 
 A tile is BLOCK_M whole rows where a row fits in one (`layer_norm.is_wide`), else a part of one row. N is a compile-time
 constant: a model has one or two widths, and where N is a power of two no column needs a mask.
@@ -142,7 +142,7 @@ def norm_sum_partials_kernel(
 
 
 def new_partials(x: Tensor, programs: int, *dtypes: torch.dtype | None) -> list[Tensor | None]:
-    """Allocate partial sums, fp32 `[programs, N]`, for each gradient that is wanted: whose dtype is not None."""
+    """Allocate partial sums, fp32 `[programs, N]`, for each gradient whose dtype is not None."""
     return [
         None if dtype is None else noted(x.new_empty((programs, x.shape[1]), dtype=torch.float32)) for dtype in dtypes
     ]
@@ -151,7 +151,7 @@ def new_partials(x: Tensor, programs: int, *dtypes: torch.dtype | None) -> list[
 def sum_partials(
     x: Tensor, partials: list[Tensor | None], dw: torch.dtype | None, db: torch.dtype | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Return dw and db `[N]` in the dtypes given; of 0 elements where that is None."""
+    """Return dw and db `[N]` in these dtypes; of 0 elements if the dtype is None."""
     N = x.shape[1]
     sums = [None if dtype is None else noted(x.new_empty(N, dtype=dtype)) for dtype in (dw, db)]
     some = next((partial for partial in partials if partial is not None), None)

@@ -1,5 +1,5 @@
-"""Rotary position embeddings, in one pass, and the same pass with the negative angle as the way back.
+"""Rotary position embeddings in one pass; backward is the same pass with the negative angle.
 
-Letters: M tokens, of which T follow each other in memory at one distance; H heads, K head size, R the first numbers of
-a head that are turned, P positions of the tables; B what x has before T. `stride_X_l` is how far apart those of X are.
+Letters: M tokens, of which T have one stride in memory; H heads, K head size, R the first numbers of a head that are
+rotated, P positions of the tables; B the dimension before T. `stride_X_l` is the stride of X along letter l.
 """

@@ -1,9 +1,9 @@
-"""Pairs of numbers of each head turned by the angle of the token's position (Su et al. 2021, equation 34).
+"""Rotation of pairs of numbers of each head by the angle of the token's position (Su et al. 2021, equation 34).
 
     (a, b) -> (a cos - b sin, b cos + a sin)
 
-The gradient is turned back, by the negative angle: the same kernel with -sin. A program has some tokens and some of
-their heads, gathers the angles once a token, and reads and writes each number once.
+Backward rotates the gradient by the negative angle: the same kernel with -sin. A program takes some tokens and some of
+their heads, gathers the angles once per token, and reads and writes each number once.
 """
 
 import math
@@ -77,7 +77,7 @@ def rotary_kernel(
 def tile(H: int, K: int, R: int) -> dict[str, int]:
     """Choose the tile: 16 numbers a thread, in as many heads of a token as may share its angles.
 
-    Powers of two that divide H, so that no head is masked. What is copied goes in four more steps at most.
+    Powers of two that divide H, so that no head is masked. Copied numbers take four more steps at most.
     Compiled for sm_80 and sm_90 a thread takes 32 to 48 registers. Not measured on a GPU.
     """
     pairs = power_of_two(max(R // 2, (K - R) // 8), 8)
@@ -87,18 +87,18 @@ def tile(H: int, K: int, R: int) -> dict[str, int]:
 
 
 def _strides(x: Tensor) -> tuple[int, ...]:
-    """Return the strides of x, those of dimensions of 1 as 0: they may be anything, and count for nothing."""
+    """Return the strides of x, 0 for dimensions of size 1, whose strides are arbitrary."""
     return tuple([stride if n > 1 else 0 for n, stride in zip(x.shape, x.stride(), strict=True)])
 
 
 def rotary(x: Tensor, positions: Tensor, cos: Tensor, sin: Tensor, interleaved: bool, sign: float) -> Tensor:
-    """Turn pairs of numbers of each head by the angle of the position.
+    """Rotate pairs of numbers of each head by the angle of the position.
 
     Args:
         x: `[H, K]`, `[T, H, K]` or `[B, T, H, K]`.
         positions: int64, of a shape that broadcasts to `x.shape[:-2]`.
-        cos, sin: `[P, R / 2]`, fp32 or fp64; the first R <= K numbers of a head are turned, the others copied.
-        interleaved: pairs are neighbours, rather than numbers of the two halves of R.
+        cos, sin: `[P, R / 2]`, fp32 or fp64; the first R <= K numbers of a head are rotated, the others copied.
+        interleaved: pairs are adjacent numbers, rather than numbers of the two halves of R.
         sign: of the angle; -1 for the gradient.
 
     Returns:

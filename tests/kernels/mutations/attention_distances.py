@@ -125,7 +125,7 @@ def faults() -> Iterator[Fault]:
     yield Fault(
         "a trained bias is a step of decoding",
         file,
-        "any(x is not None and x.requires_grad for x in others)",
+        "any(x is not None and x.requires_grad for x in optional)",
         "False",
         f"{TESTS}::test_a_trained_bias_or_sink_is_no_step_of_decoding",
         r"RuntimeError",

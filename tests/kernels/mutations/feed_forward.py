@@ -52,6 +52,6 @@ def faults() -> Iterator[Fault]:
         f"{OPS}/feed_forward/op",
         feed_forward.format("relu"),
         "feed-forward: wrong tensor saved",
-        'kept = (a if activation == "relu" else h) if keeps else None',
-        "kept = h if keeps else None",
+        'saved_hidden = (a if activation == "relu" else h) if saves_hidden else None',
+        "saved_hidden = h if saves_hidden else None",
     )

@@ -181,8 +181,8 @@ def faults() -> Iterator[Fault]:
         f"{OPS}/norms/dropout_add_norm",
         f"{one_mask}[layer norm-both-131-40-0.25]",
         "dropout, add, norm: dx taken for dresidual",
-        "one = seed is None and x_dtype == residual_dtype",
-        "one = x_dtype == residual_dtype",
+        "same_gradient = seed is None and x_dtype == residual_dtype",
+        "same_gradient = x_dtype == residual_dtype",
     )
     divided = "dropout_add_norm.py::test_values_and_gradients[RMS norm-both-weight-shape1-torch.float32]"
     yield at(
@@ -218,7 +218,7 @@ def faults() -> Iterator[Fault]:
         file,
         wide,
         "dropout, add, RMS norm: long rows without their weight in backward",
-        "rms_norm.backward(dy, s, weight, rstd, wanted, dw)",
+        "rms_norm.backward(dy, s, weight, rstd, dnorm_dtype, dw)",
         "rms_norm.backward(dy, s, None, rstd, wanted, dw)",
     )
     yield at(

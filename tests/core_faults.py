@@ -98,13 +98,13 @@ ROWS: dict[str, list[tuple[str, str, str]]] = {
          "functional/test_dropout.py::test_the_rate_is_binomial_and_the_scale_unbiased"),
     ],
     "functional/linear_cross_entropy/reference": [
-        ("shares * label_smoothing - others * inverse", "-others * inverse", LOSS),
+        ("shares * label_smoothing - other_exps * inverse", "-other_exps * inverse", LOSS),
         ("logits.sub_(shares * (label_smoothing / logits.shape[1]))", "pass", LOSS),
         ("return loss if mean is None else loss - label_smoothing * mean", "return loss", LOSS),
         ("dbias += dlogits.sum(0)", "dbias = dlogits.sum(0)", LOSS),
         ("dlogits = saved[0] * grad", "dlogits = saved[0]", LOSS),
         (".squeeze(1).masked_fill_(~counts, 0.0)", ".squeeze(1)", LOSS),
-        ("torch.log1p(others + of_label.expm1())", "torch.log(others + of_label.exp())",
+        ("torch.log1p(other_exps + of_label.expm1())", "torch.log(other_exps + of_label.exp())",
          "functional/test_linear_cross_entropy.py::test_small_losses_of_large_logits"),
     ],
     "functional/feed_forward/op": [

@@ -140,7 +140,7 @@ def runs_fused(
     choice = thread.backend or process.backend  # `get_backend` without its calls, because every op runs this
     if choice not in CHOICES:
         choice = get_backend()  # raises, with the choices
-    if choice == "reference" or (choice == "auto" and x.is_cpu):  # the latter without asking why
+    if choice == "reference" or (choice == "auto" and x.is_cpu):  # "auto" needs no reason
         return False
     reason = unsupported(op, x)
     if reason is None and limit is not None:

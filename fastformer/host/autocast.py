@@ -1,6 +1,6 @@
 """Parameters that are cast together for autocast, and their gradients.
 
-torch casts a parameter where a matrix product first meets it, and its gradient on the way back: a kernel each, 266 in a
+torch casts a parameter at its first matrix product, and its gradient in backward: a kernel each, 266 in a
 step of 6+6 layers. Within `cast_together` one op casts all parameters, and one all their gradients: some 8 launches.
 Numbers are equal to torch's: gradients of a parameter that is used twice are added in 16 bits, as with torch's cached
 casts. Only callers of `devices.in_autocast` get such a copy; the parameters of modules do not change.

@@ -6,7 +6,7 @@ Ops are defined by hand in a Library, which costs a fifth of `custom_op` a call,
 under the interpreter; a call that no mode, transform, trace or profiler observes runs the launcher directly.
 docs/kernels/shared.md has the costs. Triton is imported by the first call of an op, never by `import fastformer`.
 
-**Functions.** `Function.apply` of a Function with `setup_context`, which functorch asks for, binds its arguments by
+**Functions.** `Function.apply` of a Function with `setup_context`, which functorch requires, binds its arguments by
 name at every call (`inspect.signature`): a third of the host time of a fused layer norm. Small batches on a GPU wait
 for the host. From torch 2.15 on, C++ code behind both binds them, so that only calls without a gradient are faster.
 

@@ -43,7 +43,7 @@ def write(folder: Path, version: int = 1) -> Path:
         ValueError: the version is below 1.
     """
     if version < 1:
-        raise ValueError(f"version: versions begin at 1, got {version}")
+        raise ValueError(f"version must be at least 1, not {version}")
     variant = folder / VARIANT
     files = dict(_sources())
     digest = hashlib.sha256("".join(f"{path}\0{text}\0" for path, text in files.items()).encode()).hexdigest()

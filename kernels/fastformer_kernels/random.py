@@ -1,4 +1,4 @@
-"""Dropout inside kernels: the same decision for an element wherever and in whatever tile it is computed.
+"""Dropout inside kernels: the decision for an element is the same in every kernel and tile.
 
 Each row draws a key from Philox (Salmon et al. 2011, "Parallel random numbers: as easy as 1, 2, 3"), a function of the
 seed, the row and the matrix; each element mixes its column into the key with two multiplications and compares the

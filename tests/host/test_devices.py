@@ -78,7 +78,7 @@ def test_a_tensor_on_another_device_is_refused_by_name(op, name):
 def test_the_message():
     with pytest.raises(DeviceError, match=r"^weight is on meta, x on cpu: all must be on one device$"):
         functional.layer_norm(x, D, weight.to("meta"), bias)
-    with pytest.raises(DeviceError, match=r"^key_lengths is on meta, k on cpu: it must be there or on the CPU$"):
+    with pytest.raises(DeviceError, match=r"^key_lengths is on meta, k on cpu: move it there or to the CPU$"):
         functional.attention(dense, dense, dense, key_lengths=torch.tensor([T], device="meta"))
 
 

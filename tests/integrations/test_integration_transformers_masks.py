@@ -207,8 +207,8 @@ def test_without_a_mask_the_layer_says_whether_it_is_causal():
     [
         ({"head_mask": torch.ones(4)}, "does not know head_mask, which may change the result"),
         ({"indices": torch.zeros(1), "cache": object()}, "does not know cache, indices"),
-        ({"T": 2, "S": 6}, "attention_mask is None: 2 causal queries have no known place among 6 keys"),
-        ({"sliding_window": 2}, "attention_mask is None, and does not hold the sliding window of 2"),
+        ({"T": 2, "S": 6}, "attention_mask is None, so the positions of 2 queries among 6 keys are unknown"),
+        ({"sliding_window": 2}, "attention_mask is None, but must contain the sliding window of 2"),
         ({"mask": torch.ones(B, 4, dtype=torch.bool)}, r"mask must be broadcastable to .* not of shape \[3, 4\]"),
         ({"mask": mask_rules(B, 5, 4)}, "attention_mask is for 5 queries and 4 keys, not for 4 and 4"),
         ({"mask": mask_rules(B, 4, 5)}, "attention_mask is for 4 queries and 5 keys, not for 4 and 4"),

@@ -132,7 +132,7 @@ def test_relative_imports(place, source, expected):
 def test_what_cannot_be_written(variant, tmp_path, capsys):
     with pytest.raises(ValueError, match=r"a\.py:1: `import fastformer\.nn` cannot be relative"):
         relative_imports("import fastformer.nn\n", Path("a.py"))
-    with pytest.raises(ValueError, match="version: versions begin at 1, got 0"):
+    with pytest.raises(ValueError, match="version must be at least 1, not 0"):
         write(tmp_path, version=0)
     assert not (tmp_path / VARIANT).exists()
     before = sorted(variant.rglob("*"))

@@ -32,7 +32,7 @@ def _check_lengths(name: str, lengths: Tensor, x_name: str, x: Tensor) -> Tensor
     if not isinstance(lengths, Tensor):
         raise TypeError(f"{name} must be a Tensor, not {type(lengths).__name__}")
     if not lengths.is_cpu and lengths.device != x.device:
-        raise DeviceError(f"{name} is on {lengths.device}, {x_name} on {x.device}: it must be there or on the CPU")
+        raise DeviceError(f"{name} is on {lengths.device}, {x_name} on {x.device}: move it there or to the CPU")
     if lengths.is_floating_point() or lengths.is_complex() or lengths.dtype == torch.bool:
         raise TypeError(f"{name} must be integers, not {lengths.dtype}")
     if lengths.shape != (x.shape[0],):

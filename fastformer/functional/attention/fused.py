@@ -1,4 +1,4 @@
-"""Fused attention: registration of its kernels, the autograd Function, and what the public ops call.
+"""Fused attention: registration of its kernels, the autograd Function, and the functions that public ops call.
 
 Dense and packed attention are one Function: the kernels tell them apart by the number of dimensions. Saved for
 backward: q, k, v, the output and the log-sum-exp of each row, no scores; the weights only if they are requested. All
@@ -27,7 +27,7 @@ _LOG2E = math.log2(math.e)
 
 
 def _like(x: Tensor, v: Tensor | None = None) -> Tensor:
-    """Return an empty tensor of x's shape, of v's head size if given; dense ones are laid out as `[B, T, H, K]`."""
+    """Return an empty tensor of x's shape, or of v's head size; dense ones are laid out as `[B, T, H, K]`."""
     K = (x if v is None else v).shape[-1]
     if x.dim() == 3:
         return x.new_empty((*x.shape[:2], K))

@@ -82,7 +82,9 @@ def _check(ids: Tensor, weight: Tensor, table: Tensor | None, positions: Tensor 
     _check_indices("ids", ids, "weight", weight)
     if table is None or positions is None:
         if table is not None or positions is not None:
-            raise ValueError(f"{'table' if table is None else 'positions'} is None, and the other is not")
+            raise ValueError(
+                f"{'table' if table is None else 'positions'} is None: pass table and positions, or neither"
+            )
         return
     _check_indices("positions", positions, "table", table)
     if positions.shape != ids.shape:
@@ -129,7 +131,7 @@ def _dense(dout: Tensor, ids: Tensor, matrix: Tensor, seed: Tensor | None, scale
 
 
 class _Embedding(torch.autograd.Function):
-    """weight, table, ids, positions, seed, scale, dropout_p, formula -> what `embedding` returns."""
+    """weight, table, ids, positions, seed, scale, dropout_p, formula -> the result of `embedding`."""
 
     @staticmethod
     def forward(weight: Tensor, table: Tensor | None, ids: Tensor, positions: Tensor | None, *rest: Any) -> Tensor:

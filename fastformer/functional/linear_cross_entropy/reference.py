@@ -42,23 +42,23 @@ def plain_loss(
     logits = logits - logits.detach().amax(1, keepdim=True)
     of_label = logits.gather(1, label)
     mean = logits.mean(1, keepdim=True) if label_smoothing > 0.0 else None
-    others = logits.exp().scatter(1, label, 0.0).sum(1, keepdim=True)
-    return _losses(of_label, others, mean, label_smoothing).squeeze(1).masked_fill(~counts, 0.0)
+    other_exps = logits.exp().scatter(1, label, 0.0).sum(1, keepdim=True)
+    return _losses(of_label, other_exps, mean, label_smoothing).squeeze(1).masked_fill(~counts, 0.0)
 
 
-def _losses(of_label: Tensor, others: Tensor, mean: Tensor | None, label_smoothing: float) -> Tensor:
+def _losses(of_label: Tensor, other_exps: Tensor, mean: Tensor | None, label_smoothing: float) -> Tensor:
     """Compute the loss of each row from the differences of its logits to the largest one.
 
     No term is negative, so none cancels another. No term is rounded at the size of the logits, and where the label has
-    the largest logit, none at 1: log(1 + others) would be 0 for all losses below 6e-8.
+    the largest logit, none at 1: log(1 + other_exps) would be 0 for all losses below 6e-8.
 
     Args:
         of_label: the difference of the label.
-        others: sum of exp(difference) over all other classes.
+        other_exps: sum of exp(difference) over all other classes.
         mean: of all differences; only read for label smoothing.
         label_smoothing: eps.
     """
-    loss = torch.log1p(others + of_label.expm1()) - (1.0 - label_smoothing) * of_label
+    loss = torch.log1p(other_exps + of_label.expm1()) - (1.0 - label_smoothing) * of_label
     return loss if mean is None else loss - label_smoothing * mean
 
 
@@ -76,20 +76,20 @@ def _losses_(
     logits -= logits.amax(1, keepdim=True)
     of_label = logits.gather(1, label)  # [m, 1]
     mean = logits.mean(1, keepdim=True) if label_smoothing > 0.0 else None
-    others = logits.exp_().scatter_(1, label, 0.0).sum(1, keepdim=True)
+    other_exps = logits.exp_().scatter_(1, label, 0.0).sum(1, keepdim=True)
     if wants_gradient:
         shares = counts.to(logits.dtype)[:, None]  # [m, 1]
-        inverse = shares / (others + of_label.exp())
+        inverse = shares / (other_exps + of_label.exp())
         logits.mul_(inverse)
         if label_smoothing > 0.0:
             logits.sub_(shares * (label_smoothing / logits.shape[1]))
-        logits.scatter_add_(1, label, shares * label_smoothing - others * inverse)
-    return _losses(of_label, others, mean, label_smoothing).squeeze(1).masked_fill_(~counts, 0.0)
+        logits.scatter_add_(1, label, shares * label_smoothing - other_exps * inverse)
+    return _losses(of_label, other_exps, mean, label_smoothing).squeeze(1).masked_fill_(~counts, 0.0)
 
 
 def _gradients(
     x: Tensor, weight: Tensor, wanted: Sequence[bool], wide: torch.dtype
-) -> tuple[Tensor, Tensor, Tensor]:  # (dx, dweight, dbias), empty where not wanted
+) -> tuple[Tensor, Tensor, Tensor]:  # (dx, dweight, dbias), empty unless wanted
     V = weight.shape[0]
     return (
         x.new_empty(x.shape if wanted[0] else (0,)),
@@ -147,7 +147,7 @@ def _in_chunks(
     label_smoothing: float,
     wanted: list[bool],
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Return all losses `[M]`, and the gradients of their sum for x, weight and bias where `wanted`, else empty."""
+    """Return all losses `[M]`, and the gradients of their sum for x, weight and bias, empty unless `wanted`."""
     M, V = x.shape[0], weight.shape[0]
     # Sums over rows accumulate in fp32 at least.
     wide = torch.promote_types(weight.dtype, torch.float32)

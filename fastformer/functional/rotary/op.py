@@ -111,7 +111,7 @@ _rotary = define(
 
 
 class _Rotary(torch.autograd.Function):
-    """x of 2 to 4 dimensions, positions, cos, sin, interleaved, the sign of the angle -> what `rotary` returns."""
+    """x of 2 to 4 dimensions, positions, cos, sin, interleaved, the sign of the angle -> the result of `rotary`."""
 
     @staticmethod
     def forward(*inputs: Any) -> Tensor:

@@ -60,7 +60,7 @@ class MaskRules:
 
     shape: tuple[int, ...]  # (B, 1, T, S)
     used: int  # number of keys to attend to; later ones are empty slots of a static cache
-    key_mask: Tensor | None = None  # bool `[B, used]`, True = a real key; None: all are, or `mask` says it
+    key_mask: Tensor | None = None  # bool `[B, used]`, True = a real key; None: all are, or `mask` states it
     causal: bool = False
     window: Window | None = None
     mask: Tensor | None = None  # `[B, 1, T, S]`, bool or additive, where the other attributes do not suffice
@@ -99,7 +99,7 @@ class MaskRules:
         raise TypeError(_REFUSAL)
 
     def __getattr__(self, name: str) -> NoReturn:  # an AttributeError, for hasattr and copy
-        raise AttributeError(f"{_REFUSAL} (it wants .{name})")
+        raise AttributeError(f"{_REFUSAL} (it reads .{name})")
 
 
 def _window(function: Callable[..., Any]) -> Window | None:
@@ -287,9 +287,9 @@ def _rules_of(query: Tensor, key: Tensor, mask: Any, causal: bool, sliding_windo
     if mask is None:
         causal = T > 1 and causal
         if causal and T != S:
-            raise ValueError(f"attention_mask is None: {T} causal queries have no known place among {S} keys")
+            raise ValueError(f"attention_mask is None, so the positions of {T} queries among {S} keys are unknown")
         if sliding_window is not None and sliding_window < S:
-            raise ValueError(f"attention_mask is None, and does not hold the sliding window of {sliding_window}")
+            raise ValueError(f"attention_mask is None, but must contain the sliding window of {sliding_window}")
         return MaskRules((len(key), 1, T, S), S, causal=causal)
     return MaskRules((len(key), 1, T, S), S, mask=mask)
 

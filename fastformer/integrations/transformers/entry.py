@@ -37,7 +37,7 @@ KNOWN = {
 _OUTPUTS_OF_BATCHES = ("output_attentions", "output_router_logits")
 _TOKEN_WISE = (nn.Embedding, Conv1D)  # beside the classes that `mixing_reason` knows; Conv1D is GPT-2's linear map
 _CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.Sequential, nn.ParameterList, nn.ParameterDict)
-# Libraries whose hooks and forwards inside a model do not look at the batch.
+# Libraries whose hooks and forwards inside a model do not depend on the whole batch.
 _LIBRARIES = ("transformers.", "torch.distributed.", "fastformer.", "accelerate.", "deepspeed.", "peft.")
 
 
@@ -130,7 +130,7 @@ def obstacle(model: PreTrainedModel) -> str | None:
 
 
 def reason_for_batches(model: nn.Module) -> str | None:
-    """Return which hook, replaced forward or module inside a model may look at the whole batch, or None."""
+    """Return which hook, replaced forward or module inside a model may depend on the whole batch, or None."""
     if has_global_hooks():
         return "hooks of all modules"
     for name, module in model.named_modules():

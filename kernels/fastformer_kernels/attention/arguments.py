@@ -21,8 +21,8 @@ class Arguments(NamedTuple):
     softcap: float = 0.0  # 0 = none
     dropout_p: float = 0.0
     bounds: Tensor | None = None  # int32 [B, 8] of `problem.bounds`
-    key_mask: Tensor | None = None  # bool [B, S]; needed where the bounds say that there are gaps
-    seed: Tensor | None = None  # int64 [1]; dropout if given
+    key_mask: Tensor | None = None  # bool [B, S]; required if the bounds state gaps
+    seed: Tensor | None = None  # int64 [1]; None: no dropout
     mask: Tensor | None = None  # bool or additive, broadcastable to [B, H, T, S]
     distance_bias: Tensor | None = None  # [H, 2 * P - 1]
     sinks: Tensor | None = None  # [H]

@@ -2,8 +2,8 @@
 
 Tiles of scores `[BLOCK_T, BLOCK_S]` on one diagonal have the same distances at the same places, in all sequences if
 their columns count from the diagonal of the sequence. So a program walks along such a diagonal, tile after tile and
-sequence after sequence, and adds up one tile: in order, in fp32, without a `[T, S]` tensor. What it writes grows with
-the length, not with its square; a second kernel sums the diagonals within the tiles.
+sequence after sequence, and adds up one tile: in order, in fp32, without a `[T, S]` tensor. Its output grows with
+the length, not with the square; a second kernel sums the diagonals within the tiles.
 """
 
 from typing import Any

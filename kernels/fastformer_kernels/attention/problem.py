@@ -36,7 +36,7 @@ attends = kernel(
     anywhere=["bounds_ptr", "key_mask_ptr", "bias_ptr", "seed_ptr", "sinks_ptr"],
 )
 _LINE = 16  # elements
-_BLOCK = tl.constexpr(1024)  # keys that one row of the bounds looks at, at a time
+_BLOCK = tl.constexpr(1024)  # keys that the kernel of the bounds reads at a time
 
 
 class View(NamedTuple):

@@ -13,7 +13,7 @@ The head width is a power of two; for tf32 it is twice that of the head (`proble
 multiplied exactly, so that its rows end at a width of 256.
 
 **The rows** are the largest tiles that spill nothing and compute no product twice, of these the fewest instructions,
-by what the compiler reports (`python -m benchmarks.codegen`; benchmarks/NOTES.md has what was tried). Not measured on a
+by what the compiler reports (`python -m benchmarks.codegen`; benchmarks/NOTES.md lists the attempts). Not measured on a
 GPU. 16 bits: 16 rows a warp, as one warp multiplies. Short sequences take smaller tiles, so that less of the last one
 is wasted and more blocks run. Masks and softcap take registers. fp32 runs on plain cores, bound by registers.
 

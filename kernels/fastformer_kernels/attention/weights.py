@@ -1,4 +1,4 @@
-"""Attention weights on request: recomputed tile by tile from the log-sum-exp that forward kept.
+"""Attention weights on request: recomputed tile by tile from the log-sum-exp that forward saved.
 
 P = exp2(s - lse), after dropout as torch returns them; 0 where a query may not attend.
 """

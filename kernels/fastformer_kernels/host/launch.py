@@ -15,7 +15,7 @@ from triton.runtime import driver
 
 from fastformer_kernels.host.architecture import architecture_of
 
-# Fused multiply-add, which Triton 3.10 turns off unless asked for; every version from 3.6 on takes the option.
+# Fused multiply-add, which Triton 3.10 turns off unless requested; every version from 3.6 on takes the option.
 _ENABLE_FP_FUSION = True
 # Versions whose argument binder `launch` calls directly; tests/kernels/test_plan.py checks the installed version.
 _BINDS = triton.__version__.startswith(("3.6.", "3.7.", "3.8.", "3.9."))
@@ -81,12 +81,12 @@ assumed = Device("sm_90", 132, 227 << 10)
 
 @cache
 def _properties(index: int) -> Device:
-    found = torch.cuda.get_device_properties(index)
+    properties = torch.cuda.get_device_properties(index)
     if torch.version.hip is not None:
-        target, shared = found.gcnArchName.partition(":")[0], found.shared_memory_per_block
+        target, shared = properties.gcnArchName.partition(":")[0], properties.shared_memory_per_block
     else:
-        target, shared = f"sm_{found.major}{found.minor}", found.shared_memory_per_block_optin
-    return Device(target, found.multi_processor_count, shared, found.L2_cache_size)
+        target, shared = f"sm_{properties.major}{properties.minor}", properties.shared_memory_per_block_optin
+    return Device(target, properties.multi_processor_count, shared, properties.L2_cache_size)
 
 
 def device_of(x: Tensor) -> Device:

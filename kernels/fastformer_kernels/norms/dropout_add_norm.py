@@ -237,7 +237,7 @@ def forward(
     """Return y in `dtype`, s, and the statistics of the rows of s as its norm returns them; RMS norm: no mean.
 
     Args:
-        x, residual: `[M, N]`; s has the dtype to which theirs promote.
+        x, residual: `[M, N]`; s has the dtype to which both promote.
         weight, bias: contiguous `[N]`, of any dtype.
         seed: of dropout, int64 `[1]`; None: no dropout.
         eps: added to the variance, or to the mean square.

@@ -6,7 +6,7 @@ The gradient with g = dy w (means over the row, sums over the rows):
 
 Forward reads x once and writes y: 4 bytes an element in half precision. Backward reads dy and x once and writes dx, 6
 bytes: its programs stay and walk over the rows, keep the sums of dw and db in registers, and leave one row each for a
-second kernel to add up. The variance is the mean of squared deviations, and the mean is kept as the sum of two numbers,
+second kernel to add up. The variance is the mean of squared deviations, and the mean is stored as a sum of two numbers,
 for rows whose mean is large (`rows.standardise`). Rows longer than `is_wide` allows take two passes, and a backward
 pass of 10 bytes.
 """

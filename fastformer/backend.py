@@ -1,8 +1,8 @@
 """The requested implementation of the ops: `auto`, `triton` or `reference`.
 
 The choice is held in an object (process-wide) and in a `threading.local` (the innermost `with backend(...)`), both of
-which torch.compile guards: it recompiles on a switch. A read of `os.environ` inside a compiled region would be baked in
-stale, and a ContextVar cannot be read there up to torch 2.13, so the environment is read once, at import.
+which torch.compile guards: it recompiles on a switch. The environment is read once, at import: a compiled region
+would make a value of `os.environ` constant. A ContextVar cannot be read there up to torch 2.13.
 
 `fastformer.functional.choice` decides whether a request can be met.
 """

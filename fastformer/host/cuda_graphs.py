@@ -87,9 +87,9 @@ def capture(step: Step, index: int, pool: Any = None) -> tuple[torch.cuda.CUDAGr
         with suppress(RuntimeError):
             torch._C._cuda_endAllocateToPool(index, pool)
             torch._C._cuda_releasePool(index, pool)
-        # If capture_end fails earlier, the allocator of pinned memory keeps asking the driver at each allocation if
-        # the capture is active, and refuses this pool to another capture; Python has no call that ends this. So the
-        # next capture must not use this pool.
+        # If capture_end fails before it ends this for pinned memory, that allocator asks the driver at each allocation
+        # whether the capture is active, and refuses this pool to another capture. Python has no call that ends it. So
+        # the next capture must not use this pool.
         raise
     return graph, output
 
@@ -102,8 +102,8 @@ def recorder(device: torch.device, keeps_memory: bool) -> Recorder | None:
 class _CaptureResources:
     """A stream and the pool of the last graph, which successive recorders share through `_idle`.
 
-    cuBLAS keeps a workspace of up to 32 MiB for each stream, and memory of a graph's pool is not returned to the driver
-    as long as a graph of that pool exists.
+    cuBLAS keeps a workspace of up to 32 MiB for each stream. Memory of a pool is not returned to the driver while a
+    graph of that pool exists.
     """
 
     def __init__(self, index: int) -> None:

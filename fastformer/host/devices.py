@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from fastformer.modes import compiling
 
-_ALIGNMENT = 128  # bytes; a multiple of 16, for which kernels are compiled
+_ALIGNMENT = 128  # bytes, as torch's own tensors: kernels are compiled for multiples of 16
 
 
 class DeviceError(ValueError, RuntimeError):

@@ -58,9 +58,7 @@ def write(folder: Path, version: int = 1) -> Path:
     if os.path.lexists(variant):
         raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), str(variant))
     variant.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(
-        prefix=".", dir=variant.parent
-    ) as temporary:  # so that `variant` is complete or absent
+    with tempfile.TemporaryDirectory(prefix=".", dir=variant.parent) as temporary:  # `variant` is never incomplete
         unfinished = Path(temporary) / variant.name
         for path, text in {**files, Path("metadata.json"): json.dumps(metadata, indent=2) + "\n"}.items():
             (unfinished / path).parent.mkdir(parents=True, exist_ok=True)

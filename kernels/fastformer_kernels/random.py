@@ -2,8 +2,8 @@
 
 Each row draws a key from Philox (Salmon et al. 2011, "Parallel random numbers: as easy as 1, 2, 3"), a function of the
 seed, the row and the matrix; each element mixes its column into the key with two multiplications and compares the
-upper 16 bits with a threshold. The keep probability is thus quantised to 1/65536, and the scale is the inverse of the
-quantised value, so that the expectation is unchanged (`host.launch.threshold_and_scale`).
+upper 16 bits with a threshold. So the keep probability is quantised to 1/65536. The scale is the inverse of the
+quantised value, which keeps the expectation unchanged (`host.launch.threshold_and_scale`).
 
 Philox for every element, one call cut into eight numbers, takes about as many instructions, but the pieces must be put
 in order through shared memory: compiled for sm_90, the wgmma instructions around it were serialised and 40 to 60

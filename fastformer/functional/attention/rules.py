@@ -89,8 +89,8 @@ def open_dead_rows(mask: Tensor | None, allowed: Tensor | None) -> tuple[Tensor 
     """Merge an arbitrary mask with the allowed positions.
 
     Returns:
-        The merged mask, opened at the queries that may attend to nothing so that no NaN arises there, and those
-        queries as a bool mask `[..., T, 1]` whose outputs must be set to 0. Either may be None.
+        The merged mask, opened at queries that may attend to nothing, to avoid NaN; and these queries as a bool mask
+        `[..., T, 1]`, whose outputs must be set to 0. Either may be None.
     """
     if mask is None and allowed is None:
         return None, None

@@ -1,6 +1,6 @@
 """Embedding, dropout(scale * weight[ids] + table[positions]): op, checks, reference, registration, autograd Function.
 
-Backward puts the gradient through the same mask and the scale, in one pass, and adds up the rows of each word with
+Backward applies the dropout mask and the scale to the gradient in one pass. It then adds up the rows of each word with
 torch's own `embedding_dense_backward`, which is deterministic. It saves only ids, positions and the seed.
 
 Letters: D model width, P positions, V vocabulary.

@@ -28,11 +28,11 @@ class PaddingFree:
 def padding_free(model: nn.Module) -> PaddingFree:
     """Make a Hugging Face model run on the real tokens of a batch alone, in place.
 
-    Each base model inside it packs the arguments that it is called with, runs on one row of real tokens, and pads its
-    outputs with zeros. Its attention becomes `attn_implementation="fastformer"`; MPNet's, which cannot, is wrapped.
-    Parameters, the state dict and outputs at real positions do not change. Outputs at padding do: they matter if the
-    first column is read under padding on the left, or if a loss has labels other than -100 there.
-    `docs/hugging-face.md` lists the batches that run padded.
+    Each base model inside it packs its arguments, runs on one row of real tokens, and pads its outputs with zeros.
+    Its attention becomes `attn_implementation="fastformer"`; MPNet's attention, which cannot, is wrapped. Parameters,
+    the state dict and outputs at real positions do not change. Outputs at padding do: they matter if the first column
+    is read under padding on the left, or if a loss has labels other than -100 there. `docs/hugging-face.md` lists the
+    batches that run padded.
 
     Args:
         model: a transformers model, or a module that holds some, such as a SentenceTransformer.

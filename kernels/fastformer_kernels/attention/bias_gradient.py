@@ -1,8 +1,8 @@
 """Fused attention, the gradient of a bias by distance: that of the scores, summed over all pairs of a distance.
 
-Tiles of scores `[BLOCK_T, BLOCK_S]` on one diagonal have the same distances at the same places, in all sequences if
-their columns count from the diagonal of the sequence. So a program walks along such a diagonal, tile after tile and
-sequence after sequence, and adds up one tile: in order, in fp32, without a `[T, S]` tensor. Its output grows with
+Tiles of scores `[BLOCK_T, BLOCK_S]` on one diagonal have the same distances at the same places. That holds for all
+sequences if columns count from the diagonal of the sequence. So a program walks along such a diagonal, tile after tile
+and sequence after sequence, and adds up one tile: in order, in fp32, without a `[T, S]` tensor. Its output grows with
 the length, not with the square; a second kernel sums the diagonals within the tiles.
 """
 
@@ -178,7 +178,7 @@ def bias_gradient(
     # Distances count from the first row of a tile: at most BLOCK_T - 1 more than from the column's own row.
     first, last = -(-(longest - 1) // BLOCK_S), (longest - 1 + BLOCK_T - 1) // BLOCK_S
     first, diagonals = -first, last + first + 1
-    # Two programs per multiprocessor: if there are few, each takes a part of the sequences.
+    # Two programs per multiprocessor; with few heads and diagonals, each takes a part of the sequences.
     parts = max(1, min(B, 2 * device_of(q).multiprocessors // (H * diagonals)))
     line = diagonals * BLOCK_S
     lines = noted(q.new_empty((parts, H, BLOCK_T, line), dtype=torch.float32))

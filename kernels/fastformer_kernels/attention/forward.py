@@ -2,9 +2,9 @@
 
 The online softmax of FlashAttention (Dao et al. 2022, algorithm 1): a running maximum and sum for each row. Tiles that
 no query of the program sees, by lengths, window or causality, are never loaded; those that all see whole go through a
-loop without masks. Where products take longest the scores of the next tile are computed before the softmax of this one,
-so that the matrix units work during the exponentials. Saved for backward: the log-sum-exp of each row, in units
-of log2, +inf for a row that sees nothing (its weights are then exp2(-inf) = 0, never NaN).
+loop without masks. Where products take longest, the scores of the next tile are computed before the softmax of this
+one: the matrix units work during the exponentials. Saved for backward: the log-sum-exp of each row, in units of log2,
++inf for a row that sees nothing (its weights are then exp2(-inf) = 0, never NaN).
 
 Dense tensors `[B, H, T, K]` and packed ones `[T, H, K]` run the same kernel: a sequence is a base row and bounds.
 """

@@ -1,7 +1,7 @@
 """Fused attention, the gradient of an additive mask: that of the scores, summed over the mask's broadcast dimensions.
 
-A program owns one tile `[BLOCK_T, BLOCK_S]` of the mask and adds up the batches and heads that share it, in order, so
-that the result is deterministic and no `[B, H, T, S]` tensor exists for a mask that is smaller. Sums over queries or
+A program owns one tile `[BLOCK_T, BLOCK_S]` of the mask and adds up the batches and heads that share it, in order. So
+the result is deterministic, and a smaller mask needs no `[B, H, T, S]` tensor. Sums over queries or
 keys are left to the caller.
 """
 
@@ -117,7 +117,7 @@ def mask_gradient(
     """Compute the gradient of the additive mask, fp32 `[B or 1, H or 1, T, S']`: 1 where the mask was broadcast.
 
     S' is S, rounded up to a multiple of 16: rows are stored in whole vectors, and columns beyond S are not written.
-    With unaligned rows, fp32 took 255 registers at head size 128, and spilled; it takes 126 now (sm_90, compiled).
+    With unaligned rows, fp32 at head size 128 takes 255 registers and spills, instead of 126 (sm_90, compiled).
 
     Args:
         dout: of out's shape; only dense tensors have a mask.

@@ -60,9 +60,7 @@ def forget() -> None:
 def _record_call(launcher: Callable[..., Any], args: tuple[Any, ...], plans: _Plans, key: Any) -> Any:
     """Call the launcher, and store its plan under `key`."""
     slots = {id(x): slot for slot, x in enumerate(args) if type(x) in _TENSORS}
-    if len(slots) < sum(
-        type(x) in _TENSORS for x in args
-    ):  # a repeated tensor: a launch does not show which argument it takes
+    if len(slots) < sum(type(x) in _TENSORS for x in args):  # a launch cannot tell repeated tensors apart
         return launcher(*args)
     with watched() as record:
         result = launcher(*args)

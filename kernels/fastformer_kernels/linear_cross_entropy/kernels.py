@@ -34,8 +34,8 @@ _TOGETHER = tl.constexpr(8)
 def chunk_rows(M: int, V: int, itemsize: int) -> int:
     """Choose how many rows have their logits in memory at once: at most CHUNK_ROWS, and CHUNK_BYTES of logits.
 
-    M rows are divided evenly: 4097 rows are two chunks of about 2,050, as a chunk of one row would read all of W and
-    add to all of dW for it. bf16: V = 32,768 gives 4,096 rows, V = 262,144 gives 512. Not measured on a GPU.
+    M rows are divided evenly: 4097 rows are two chunks of about 2,050. A chunk of one row would read all of W and add
+    to all of dW. bf16: V = 32,768 gives 4,096 rows, V = 262,144 gives 512. Not measured on a GPU.
     """
     limit = min(CHUNK_ROWS, max(1, CHUNK_BYTES // (V * itemsize)))
     if limit > _ROWS_MULTIPLE:

@@ -5,8 +5,8 @@ The gradient with g = dy w (means over the row, sums over the rows):
     dx = (g - mean(g) - x̂ mean(g x̂)) / sqrt(var + eps),   dw = sum(dy x̂),   db = sum(dy)
 
 Forward reads x once and writes y: 4 bytes an element in half precision. Backward reads dy and x once and writes dx, 6
-bytes: its programs stay and walk over the rows, keep the sums of dw and db in registers, and leave one row each for a
-second kernel to add up. The variance is the mean of squared deviations, and the mean is stored as a sum of two numbers,
+bytes: each program walks over many rows and keeps its sums of dw and db in registers; a second kernel adds up the sums
+of all programs. The variance is the mean of squared deviations, and the mean is stored as a sum of two numbers,
 for rows whose mean is large (`rows.standardise`). Rows longer than `is_wide` allows take two passes, and a backward
 pass of 10 bytes.
 """
@@ -68,9 +68,9 @@ def wide_tile() -> dict[str, int]:
 def backward_tile(x: Tensor, bytes_a_column: int, elements: int = 16) -> tuple[tuple[int, int], dict[str, int]]:
     """Choose the grid and the tile of a backward kernel for x `[M, N]`.
 
-    Tiles are as in `forward_tile`; a wide row is cut into ranges of columns, one per program. The programs walk
-    over all tiles, as many as run at once: 16 warps a multiprocessor, whose registers just hold them at 128 a thread,
-    or 8 where rows are not aligned, which take more. For sm_100 Triton 3.9 needs more too: a thread holds half as much.
+    Tiles are as in `forward_tile`; a wide row is cut into ranges of columns, one per program. As many programs
+    walk over all tiles as run at once: 16 warps a multiprocessor, at 128 registers a thread. If rows are not aligned,
+    threads take more registers, and 8 warps run. For sm_100 Triton 3.9 needs more, too: a thread holds half as much.
     Loads run up to two tiles ahead, with 16 elements a thread 64 KB on their way in half precision. More and smaller
     programs would cost more than they hide, since each leaves a row of partial sums: for 4096 rows of 512 these are a
     quarter of all bytes already. Not measured on a GPU.
@@ -105,9 +105,7 @@ def row_strides(*matrices: Tensor | None) -> tuple[int, tuple[int, ...]]:
     load in whole vectors, for any number of rows and any stride.
     """
     present = [x for x in matrices if x is not None]
-    strides = [
-        0 if x is None else x.stride(0) if x.shape[0] > 1 else x.shape[1] for x in matrices
-    ]  # of one row: arbitrary
+    strides = [0 if x is None else x.stride(0) if x.shape[0] > 1 else x.shape[1] for x in matrices]  # of one row: any
     align = math.gcd(16 // min(x.element_size() for x in present), present[0].shape[1], *strides)
     return align, tuple([stride // align for stride in strides])
 

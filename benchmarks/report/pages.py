@@ -33,14 +33,15 @@ def load_results(folder: Path = RESULTS) -> list[CommittedResult]:
 
 
 def section(results: Sequence[CommittedResult]) -> str:
-    """The README's section: small results whole, of large ones a summary."""
+    """Return the README's section: small results whole, of large ones a summary of what users decide by."""
     parts = [BEGIN, f"{_RATIO} All tables: [benchmarks/RESULTS.md](benchmarks/RESULTS.md)."]
     for result in results:
         parts.append(tables.heading(result))
         if len(result.rows) <= tables.WHOLE:
             parts.append(tables.whole_table(result.rows))
         else:
-            parts.append(tables.summary_table(result.rows))
+            decisive = [row for row in result.rows if (row.benchmark, row.against) in tables.DECISIVE]
+            parts.append(tables.summary_table(decisive or result.rows))
             parts.append(tables.misses(result.rows, "RESULTS.md"))
         parts.append(_picture(f"Ratios of {result.name}", charts.bars_name(result), "docs"))
     return "\n\n".join(part for part in [*parts, END] if part)

@@ -132,6 +132,10 @@ def test_large_results_are_summarised_in_the_readme(result):
     assert "of the floor" not in text
     assert text.startswith(pages.BEGIN)
     assert text.endswith(pages.END)
+    decisive = replace(MEASURED, **dict(zip(("benchmark", "against"), tables.DECISIVE[0], strict=True)))
+    text = pages.section([replace(large, rows=(*large.rows, decisive))])
+    rows = [line for line in text.splitlines() if line.startswith("| ")][2:]
+    assert [row.split(" | ")[0] for row in rows] == [f"| {decisive.benchmark}"]
 
 
 def test_a_run_that_was_cut_is_read_as_far_as_it_came(tmp_path):

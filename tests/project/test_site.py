@@ -86,7 +86,7 @@ def test_shapes_errors_and_settings_are_shown(site: Path) -> None:
     for word in ("[B, H, T, K]", "causal: bool = False", "Returns", "Raises", "fastformer.backend.BackendError"):
         assert word in words
     settings = re.sub(r"<[^>]*>", "", (site / "api" / "train.html").read_text(encoding="utf-8"))
-    assert "optimiser: adamw, adam, sgd" in settings
+    assert "optimizer: adamw, adam, sgd" in settings
     assert re.search(r"end after this many optimizer steps \(.*1.*\)", settings)
 
 

@@ -1,6 +1,6 @@
-"""What people run: translation, language models, classifiers and what they share. The library imports none of it.
+"""Applications: translation, language models, classifiers and shared modules. The library imports none of them.
 
-Its rooms are imported when they are first used, as those of `fastformer` are.
+Subpackages are imported at first use, like those of `fastformer`.
 """
 
 import importlib

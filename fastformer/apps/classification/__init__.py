@@ -1,4 +1,4 @@
-"""Classifiers of sequences and of tokens; and the application: runs that learn to label texts, and what uses them."""
+"""Classifiers of sequences and of tokens; training runs that label texts, and functions that use them."""
 
 from fastformer.apps.classification.classifier import Classifier
 from fastformer.apps.classification.corpus import LabelledCorpus, encode_texts, number_texts, read_labelled

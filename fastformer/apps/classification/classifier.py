@@ -27,15 +27,15 @@ def class_logits(model: SequenceClassifier, sequences: Sequences, batch_size: in
     if not len(sequences):
         return
     device = device_of(model)
-    none = np.zeros(len(sequences), np.int64)  # the labels are not looked at
-    for each in LabelledBatches(sequences, none, size=batch_size, shuffle=False).epoch(0):
+    labels = np.zeros(len(sequences), np.int64)  # unused
+    for each in LabelledBatches(sequences, labels, size=batch_size, shuffle=False).epoch(0):
         batch = each.to(device)
         (layout,) = layouts_of(batch, "lengths")
         yield model.logits(model(batch.ids, layout)).float().cpu()
 
 
-def _numbers(logits: Tensor) -> Tensor:
-    """Return logits; raise FloatingPointError for NaN, of which the largest would be a label like any other."""
+def _checked(logits: Tensor) -> Tensor:
+    """Return logits; raise FloatingPointError for NaN, which argmax would take for the largest."""
     if bool(logits.isnan().any()):
         raise FloatingPointError("the model's scores are not numbers: it has diverged")
     return logits
@@ -46,12 +46,12 @@ class Classifier:
 
     Args:
         model: a trained model.
-        tokenizer: the one that it was trained with.
-        labels: the names of its C classes, in order.
+        tokenizer: the tokenizer that the model was trained with.
+        labels: the names of the C classes, in order.
         max_length: most tokens of a text, bos counted; longer ones are cut, with a warning.
 
     Raises:
-        ValueError: tokenizer or labels do not belong to the model, or max_length is beyond its positions.
+        ValueError: tokenizer or labels do not belong to the model, or max_length exceeds the model's positions.
     """
 
     def __init__(self, model: SequenceClassifier, tokenizer: Tokenizer, labels: Sequence[str], max_length: int) -> None:
@@ -72,11 +72,11 @@ class Classifier:
             ValueError: batch_size is below 1.
             FloatingPointError: the model gives NaN.
         """
-        found = [logits.softmax(-1) for logits in self._logits(texts, batch_size)]
-        return torch.cat([torch.empty(0, len(self.labels), device="cpu"), *found])
+        batches = [logits.softmax(-1) for logits in self._logits(texts, batch_size)]
+        return torch.cat([torch.empty(0, len(self.labels), device="cpu"), *batches])
 
     def classify(self, texts: Sequence[str], batch_size: int = 64) -> list[str]:
-        """Return the most probable label of each text; arguments and errors as for `probabilities`."""
+        """Return the most probable label of each text; arguments and errors as in `probabilities`."""
         return [self.labels[i] for logits in self._logits(texts, batch_size) for i in logits.argmax(-1).tolist()]
 
     def _logits(self, texts: Sequence[str], batch_size: int) -> Iterator[Tensor]:
@@ -85,9 +85,9 @@ class Classifier:
         sequences, cut = encode_texts(texts, self.tokenizer, self.max_length)
         if cut:
             logger.warning("%d of %d texts were cut to %d tokens", cut, len(texts), self.max_length)
-        return map(_numbers, class_logits(self.model, sequences, batch_size))
+        return map(_checked, class_logits(self.model, sequences, batch_size))
 
     def attend(self, text: str) -> AttentionMaps:
-        """Compute every attention weight of the model that reads a text; row t is how token t spreads over all."""
+        """Compute every attention weight of the model that reads a text; row t has the weights of token t."""
         sequences, _ = encode_texts([text], self.tokenizer, self.max_length)
         return attend_ids(self.model, sequences[0], self.tokenizer.pieces(sequences[0]), text)

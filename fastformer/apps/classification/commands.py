@@ -1,4 +1,4 @@
-"""`fastformer train classify | classify`, and what `evaluate` and `plot` do for classification runs."""
+"""`fastformer train classify | classify`, and `evaluate` and `plot` for classification runs."""
 
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -19,7 +19,7 @@ from fastformer.apps.cli.console import (
     app,
     choose_device,
     console,
-    given_lines,
+    input_batches,
     put_lines,
 )
 from fastformer.apps.cli.flags import int_or_text
@@ -53,33 +53,34 @@ def classify(
 
     Texts are read, labelled and printed by batch: with --batch-size 1, each from a pipe gets its label at once.
     """
-    given = given_lines(texts, input, output, "texts", batch_size)
+    batches = input_batches(texts, input, output, "texts", batch_size)
     refuse_output(output, input, runs=(run,))
     classifier = load_classifier(run, checkpoint, choose_device(device))
-    put_lines((line for texts in given for line in _labelled(classifier, texts, batch_size, probabilities)), output)
+    lines = (line for batch in batches for line in _label_lines(classifier, batch, batch_size, probabilities))
+    put_lines(lines, output)
 
 
-def _labelled(classifier: Classifier, texts: list[str], batch_size: int, probabilities: bool) -> Iterable[str]:
+def _label_lines(classifier: Classifier, texts: list[str], batch_size: int, probabilities: bool) -> Iterable[str]:
     if not probabilities:
         return classifier.classify(texts, batch_size)
-    found = (row.sort(descending=True) for row in classifier.probabilities(texts, batch_size))
-    return ("\t".join(f"{classifier.labels[i]}\t{p:.4f}" for p, i in zip(*row, strict=True)) for row in found)
+    rows = (row.sort(descending=True) for row in classifier.probabilities(texts, batch_size))
+    return ("\t".join(f"{classifier.labels[i]}\t{p:.4f}" for p, i in zip(*row, strict=True)) for row in rows)
 
 
 def evaluate_run(run: Path, checkpoint: str, device: str, texts: Any) -> None:
     """Print accuracy, macro-F1, and the scores of each label."""
-    corpus, found = evaluate_folder(run, texts, checkpoint, device)
+    corpus, scores = evaluate_folder(run, texts, checkpoint, device)
     console.print(f"{corpus}; checkpoint {checkpoint}")
-    width = max(len("label"), *map(len, found.labels))
+    width = max(len("label"), *map(len, scores.labels))
     console.print(f"{'label':{width}}  {'texts':>7}  precision  recall      F1")
-    for each in found.each:
-        scores = f"{each.precision:9.4f}  {each.recall:.4f}  {each.f1:.4f}"
-        console.print(f"{each.label:{width}}  {each.texts:>7,}  {scores}")
-    console.print(str(found))
+    for each in scores.each:
+        values = f"{each.precision:9.4f}  {each.recall:.4f}  {each.f1:.4f}"
+        console.print(f"{each.label:{width}}  {each.texts:>7,}  {values}")
+    console.print(str(scores))
 
 
 def attention_of(run: Path, checkpoint: str, device: str, text: str) -> Callable[..., Any]:
-    """Print the label of a text, and return what draws its attention maps."""
+    """Print the label of a text; return the function that draws the attention maps."""
     classifier = load_classifier(run, checkpoint, device)
     put_lines(classifier.classify([text]), None)
     return classifier.attend(text).figure

@@ -42,7 +42,7 @@ class LabelledCorpus:
         return f"{self.name}: {len(self):,} texts of {len(np.unique(self.classes)):,} labels{dropped}"
 
     def take(self, indices: Sequence[int], name: str) -> "LabelledCorpus":
-        """The texts at `indices`, in that order, under a name of their own."""
+        """Return the texts at `indices`, in that order, as a corpus called `name`."""
         chosen = np.array(indices, np.int64)
         return LabelledCorpus([self.texts[i] for i in indices], self.classes[chosen], self.labels, name)
 
@@ -51,44 +51,44 @@ def read_labelled(path: Path | str, labels: Sequence[str] | None = None, name: s
     """Read a labelled file, plain or compressed.
 
     Args:
-        path: of the file.
-        labels: the classes; None: those of the file.
-        name: for messages.
+        path: the file.
+        labels: the classes; None: the labels in the file.
+        name: the name of the corpus in messages; None: the file's name.
 
     Raises:
         FileNotFoundError: there is no such file.
         TextError: naming file and line: no tab, no label before it, or one that is not among `labels`; or there is no
             text, or only one label.
     """
-    found: list[tuple[str, str]] = []
-    known = {} if labels is None else {_composed(label): label for label in labels} | {label: label for label in labels}
+    labelled: list[tuple[str, str]] = []
+    known = {} if labels is None else {_to_nfc(label): label for label in labels} | {label: label for label in labels}
     dropped = 0
     for number, line in enumerate(iterate_lines(path), start=1):
         if not line.strip():
             dropped += 1
             continue
-        label, tab, text = (part.strip() if part != "\t" else part for part in line.partition("\t"))
+        label, tab, text = (field.strip() if field != "\t" else field for field in line.partition("\t"))
         if not tab:
             raise TextError(f"{path}:{number}: no tab; a line is a label, a tab and a text")
         if not label:
             raise TextError(f"{path}:{number}: no label before the tab")
-        composed = _composed(label)
+        composed = _to_nfc(label)
         if labels is None:
             label = composed
         elif label in known or composed in known:  # older runs have labels in other forms
             label = known[label if label in known else composed]
         else:
-            raise TextError(f"{path}:{number}: label {label!r} is not among those of training: {_listed(labels)}")
+            raise TextError(f"{path}:{number}: label {label!r} is not among those of training: {_shortened(labels)}")
         if text:
-            found.append((label, text))
+            labelled.append((label, text))
         else:
             dropped += 1
-    if not found:
+    if not labelled:
         raise TextError(f"{path}: holds no text with a label")
-    classes = tuple(labels) if labels is not None else tuple(sorted({label for label, _ in found}))
+    classes = tuple(labels) if labels is not None else tuple(sorted({label for label, _ in labelled}))
     if len(classes) < 2:
         raise TextError(f"{path}: every text has the label {classes[0]!r}; a classifier needs two labels at least")
-    return _corpus(found, classes, name or Path(path).name, dropped)
+    return _corpus(labelled, classes, name or Path(path).name, dropped)
 
 
 def number_texts(count: int, seed: int = 1) -> LabelledCorpus:
@@ -100,48 +100,48 @@ def number_texts(count: int, seed: int = 1) -> LabelledCorpus:
         numbers += generator.sample(each, min(count // 4, len(each) // 2))
     generator.shuffle(numbers)
     labels = tuple(str(digits) for digits in range(1, _DIGITS + 1))
-    found = [(str(len(str(number))), english(number).replace("-", " ")) for number in numbers]
-    return _corpus(found[:count], labels, "numbers", 0)
+    labelled = [(str(len(str(number))), english(number).replace("-", " ")) for number in numbers]
+    return _corpus(labelled[:count], labels, "numbers", 0)
 
 
 def split_labelled(
-    corpus: LabelledCorpus, share: float, given: Mapping[Split, LabelledCorpus] | None = None
+    corpus: LabelledCorpus, share: float, existing: Mapping[Split, LabelledCorpus] | None = None
 ) -> dict[Split, LabelledCorpus]:
     """Split a corpus at random into training, validation and test texts, `share` for each of the last two.
 
-    Parts that are `given` stay as they are; their share is for training. Raises TextError for too few texts.
+    Splits in `existing` stay as they are; their share is for training. Raises TextError for too few texts.
     """
     try:
-        train, *held = hold_out(corpus.texts, share, 1, "texts")
+        train, *held_out = hold_out(corpus.texts, share, 1, "texts")
     except TextError as error:
         raise TextError(f"{corpus.name}: {error}; give valid_text and test_text") from None
-    parts: dict[Split, LabelledCorpus] = {"train": corpus}
-    for name, indices in zip(_HELD_OUT, held, strict=True):
-        if given is not None and name in given:
-            parts[name] = given[name]
+    splits: dict[Split, LabelledCorpus] = {"train": corpus}
+    for name, indices in zip(_HELD_OUT, held_out, strict=True):
+        if existing is not None and name in existing:
+            splits[name] = existing[name]
             train = sorted(train + indices)
         else:
-            parts[name] = corpus.take(indices, name)
-    return {**parts, "train": replace(corpus.take(train, "train"), dropped=corpus.dropped)}
+            splits[name] = corpus.take(indices, name)
+    return {**splits, "train": replace(corpus.take(train, "train"), dropped=corpus.dropped)}
 
 
 def encode_texts(texts: Sequence[str], tokenizer: Tokenizer, max_length: int) -> tuple[Sequences, int]:
-    """Encode texts as bos, for pooling "first", and tokens, at most `max_length`; return also how many were cut."""
+    """Encode texts as bos, for pooling "first", and tokens, at most `max_length`; count cut texts too."""
     sequences, cut = encode_source(texts, tokenizer, max_length)
     ids, lengths = sequences.with_special(first=tokenizer.bos_id)
     return Sequences(ids.astype(np.int32), np.concatenate([[0], np.cumsum(lengths)])), cut
 
 
-def _corpus(found: Sequence[tuple[str, str]], labels: tuple[str, ...], name: str, dropped: int) -> LabelledCorpus:
+def _corpus(labelled: Sequence[tuple[str, str]], labels: tuple[str, ...], name: str, dropped: int) -> LabelledCorpus:
     numbers = {label: number for number, label in enumerate(labels)}
-    classes = np.array([numbers[label] for label, _ in found], np.int64)
-    return LabelledCorpus([text for _, text in found], classes, labels, name, dropped)
+    classes = np.array([numbers[label] for label, _ in labelled], np.int64)
+    return LabelledCorpus([text for _, text in labelled], classes, labels, name, dropped)
 
 
-def _composed(label: str) -> str:
+def _to_nfc(label: str) -> str:
     return unicodedata.normalize("NFC", label)
 
 
-def _listed(labels: Sequence[str]) -> str:
+def _shortened(labels: Sequence[str]) -> str:
     more = f" and {len(labels) - _SHOWN:,} more" if len(labels) > _SHOWN else ""
     return ", ".join(labels[:_SHOWN]) + more

@@ -1,6 +1,6 @@
 """Scores of classifiers: cross entropy, accuracy, and precision, recall and F1 of each label.
 
-F1 is 2 PR / (P + R), and 0 where nothing was found right. Macro-F1 is its mean over the labels that occur or were
+F1 is 2 PR / (P + R), and 0 for a label without a right prediction. Macro-F1 is the mean over labels that occur or were
 predicted (van Rijsbergen 1979; Sokolova and Lapalme 2009).
 
 Letters: N texts, C classes.
@@ -37,9 +37,9 @@ class Scores:
     """Predictions for labelled text, and their loss.
 
     Attributes:
-        labels: of the C classes.
-        wanted: int64 `[N]`, the class of each text.
-        predicted: int64 `[N]`, the one that the model gives it.
+        labels: the names of the C classes.
+        wanted: int64 `[N]`, the true class of each text.
+        predicted: int64 `[N]`, the predicted class of each text.
         loss: mean cross entropy a text, in nats.
     """
 
@@ -92,14 +92,14 @@ def score(model: SequenceClassifier, corpus: LabelledCorpus, tokenizer: Tokenize
 
 
 def score_logits(batches: Iterable[Tensor], corpus: LabelledCorpus) -> Scores:
-    """Compare logits, batch by batch `[.., C]`, with a corpus; raise ValueError if it has no text."""
+    """Score logits, batch by batch `[.., C]`, against a corpus; raise ValueError for a corpus without text."""
     if not len(corpus):
         raise ValueError(f"{corpus.name} must hold at least one text to score")
-    wanted = torch.from_numpy(corpus.classes)
+    target = torch.from_numpy(corpus.classes)
     predicted: list[int] = []
     nats = 0.0
     for logits in batches:
         rows = slice(len(predicted), len(predicted) + len(logits))
         predicted += logits.argmax(-1).tolist()
-        nats += float(F.cross_entropy(logits, wanted[rows], reduction="sum"))
-    return Scores(corpus.labels, corpus.classes, np.array(predicted, np.int64), nats / len(wanted))
+        nats += float(F.cross_entropy(logits, target[rows], reduction="sum"))
+    return Scores(corpus.labels, corpus.classes, np.array(predicted, np.int64), nats / len(target))

@@ -4,8 +4,8 @@
     tokens:    logits = output(dropout(hidden))      [T, C]
     sequences: logits = output(dropout(pooled))      [B, C], pooled [B, D] over the real tokens of each
 
-Ids are packed, and `forward` returns what the output layer projects, not logits: the loss projects in parts (Devlin et
-al. 2019, sections 4.1 and 5.3, for the two heads).
+Ids are packed, and `forward` returns the input of the output layer, not logits: the loss projects it in chunks (Devlin
+et al. 2019, sections 4.1 and 5.3, for the two heads).
 
 Letters: B sequences, T tokens (packed: of all sequences together), L longest, D model width, C classes.
 """
@@ -40,7 +40,7 @@ Pooling = Literal["mean", "first", "max"]
 
 
 class EncoderConfig(ModelSettings):
-    """Everything that decides the shape of a `TextEncoder`."""
+    """The hyperparameters of a `TextEncoder`."""
 
     vocabulary: int = setting(MISSING, "size of the vocabulary", at_least=1, at_most=LARGEST, derived="the tokenizer")
     _: KW_ONLY
@@ -62,20 +62,20 @@ class EncoderConfig(ModelSettings):
 
     @property
     def matrix_numbers(self) -> int:
-        """How many numbers the weight matrices have: all parameters but biases and norms."""
+        """The number of elements in all weight matrices: every parameter except biases and norms."""
         rows = self.vocabulary + self.token_types + (self.max_positions if self.positions == "learned" else 0)
         pooler = self.d_model if self.pooler else 0
         return (rows + pooler) * self.d_model + self.numbers_in_layers(self.layers)
 
 
 class ClassifierConfig(EncoderConfig):
-    """Everything that decides the shape of a classifier; stored with every checkpoint."""
+    """The hyperparameters of a classifier; stored with every checkpoint."""
 
     classes: int = setting(MISSING, "number of classes", at_least=2, at_most=LARGEST, derived="the labels")
 
     @property
     def matrix_numbers(self) -> int:
-        """How many numbers the weight matrices have: all parameters but biases and norms."""
+        """The number of elements in all weight matrices: every parameter except biases and norms."""
         return super().matrix_numbers + self.classes * self.d_model
 
 
@@ -83,7 +83,7 @@ class TextEncoder(SingleStack):
     """Embedding and encoder without a head; `pool` gives one vector for each sequence."""
 
     stack_name, causal = "encoder", False
-    pools = True  # whether it is for whole sequences, too: `config.pooler` is made then
+    pools = True  # whether the class pools, and so has the layer of `config.pooler`
 
     def __init__(self, config: EncoderConfig) -> None:
         super().__init__()
@@ -106,19 +106,19 @@ class TextEncoder(SingleStack):
         initialise(self, c, output_is_over_vocabulary=False)
 
     def _add_head(self) -> None:
-        """Make what comes behind the encoder."""
+        """Make the modules after the encoder."""
 
     def forward(self, ids: Tensor, lengths: Tensor | Layout, types: Tensor | None = None) -> Tensor:
         """Compute the hidden states of the real tokens, packed in order: `[T, D]`.
 
         Args:
             ids: int64, packed `[T]` or padded at the end `[B, L]`.
-            lengths: int64 `[B]`, on the CPU, so that nothing waits for the device. Zero is allowed, and so is B = 0.
-                Or their layout, which torch.compile needs.
+            lengths: int64 `[B]`, on the CPU, so that the host never waits for the device. Zero is allowed, and so is
+                B = 0. Or a `Layout`, which torch.compile needs.
             types: int64, of the shape of ids: the kind of each token, below `token_types`; None: 0.
 
         Raises:
-            ValueError: ids is of another shape, or a length is beyond what learned positions hold.
+            ValueError: ids has another shape, or a length exceeds the number of learned positions.
         """
         if exported(lengths):
             real = real_of("ids", ids, lengths)
@@ -126,19 +126,19 @@ class TextEncoder(SingleStack):
         return self.encode(ids, lengths, types)[0]
 
     def encode(self, ids: Tensor, lengths: Tensor | Layout, types: Tensor | None = None) -> tuple[Tensor, Layout]:
-        """Encode ids, packed `[T]` or padded `[B, L]`: hidden states `[T, D]` and their layout."""
+        """Encode ids, packed `[T]` or padded `[B, L]`; return hidden states `[T, D]` and the layout."""
         ids, layout = packed_ids("ids", ids, lengths)
         types = None if types is None else packed_ids("types", types, layout)[0]
         x = self.embedding(ids, layout.positions, layout.max_length, types)  # [T, D]
         return self.encoder.packed(x, layout), layout
 
     def encode_padded(self, ids: Tensor, real: Tensor, types: Tensor | None = None) -> Tensor:
-        """Encode ids `[B, L]` that are `real`, bool `[B, L]`: hidden states `[B, L, D]`, 0 at padding."""
+        """Encode padded ids `[B, L]`, True in `real` `[B, L]`; return hidden states `[B, L, D]`, 0 at padding."""
         x = self.embedding.padded(ids, types)
         return self.encoder(x, src_key_padding_mask=~real)  # type: ignore[no-any-return]
 
     def pool(self, ids: Tensor, lengths: Tensor | Layout, types: Tensor | None = None) -> Tensor:
-        """Compute a vector of each sequence, `[B, D]`, as the configuration says; arguments as for `forward`."""
+        """Compute a vector of each sequence, `[B, D]`, by `config.pooling`; arguments as for `forward`."""
         if exported(lengths):
             counts = lengths.to(ids.device)
             padded = self.encode_padded(ids, real_of("ids", ids, lengths), types)
@@ -151,7 +151,7 @@ class TextEncoder(SingleStack):
         return self.pooler(x).tanh() if "pooler" in self._modules else x
 
     def _pool(self, padded: Tensor, lengths: Tensor) -> Tensor:
-        """One vector of each sequence: `[B, L, D]`, 0 after each, of lengths `[B, 1]` -> `[B, D]`."""
+        """Pool hidden states `[B, L, D]`, 0 at padding, of sequences with lengths `[B, 1]` to `[B, D]`."""
         L = padded.shape[1]
         if self.config.pooling == "mean" or L == 0:
             wide = torch.promote_types(padded.dtype, torch.float32)  # fp16 could not hold the sum of a long sequence
@@ -182,25 +182,25 @@ class TokenClassifier(_Classifier):
     pools = False
 
     def forward(self, ids: Tensor, lengths: Tensor | Layout, types: Tensor | None = None) -> Tensor:
-        """Compute what the output layer projects for each real token: `[T, D]`; arguments as for `TextEncoder`."""
+        """Compute the input of the output layer for real tokens: `[T, D]`; arguments as for `TextEncoder`."""
         return self.dropout(super().forward(ids, lengths, types))  # type: ignore[no-any-return]
 
 
 class SequenceClassifier(_Classifier):
     """A class for every sequence; `logits(model(ids, lengths))` are the scores of the classes.
 
-    `pooling` makes one vector of a sequence's hidden states: "mean" or "max" over its real tokens, for each of the D
-    features, or "first", that of its first token (put a token there that stands for the sequence, as Devlin et al. do).
+    `pooling` reduces the hidden states of a sequence to one vector: "mean" or "max" over real tokens, for each of the D
+    features, or "first", the hidden state of the first token (Devlin et al. put a token for the whole sequence there).
     A sequence without tokens is pooled to 0, so that its logits are the output layer's bias.
     """
 
     def forward(self, ids: Tensor, lengths: Tensor | Layout, types: Tensor | None = None) -> Tensor:
-        """Compute what the output layer projects for each sequence: `[B, D]`; arguments as for `TextEncoder`."""
+        """Compute the input of the output layer for sequences: `[B, D]`; arguments as for `TextEncoder`."""
         return self.dropout(self.pool(ids, lengths, types))  # type: ignore[no-any-return]
 
 
 def token_classification_loss(model: TokenClassifier, batch: LabelledBatch, label_smoothing: float = 0.0) -> Tensor:
-    """Sum of the cross entropy over the tokens whose label is not -100, fp32, in nats; padding never takes part.
+    """Return the summed cross entropy over tokens whose label is not -100, fp32, in nats; padding is excluded.
 
     `model` may be wrapped (torch.compile, DistributedDataParallel), as long as `model.output` is reachable.
 
@@ -216,7 +216,7 @@ def token_classification_loss(model: TokenClassifier, batch: LabelledBatch, labe
 def sequence_classification_loss(
     model: SequenceClassifier, batch: LabelledBatch, label_smoothing: float = 0.0
 ) -> Tensor:
-    """Sum of the cross entropy over the sequences whose label is not -100, fp32, in nats.
+    """Return the summed cross entropy over sequences whose label is not -100, fp32, in nats.
 
     `model` may be wrapped (torch.compile, DistributedDataParallel), as long as `model.output` is reachable.
 

@@ -1,4 +1,4 @@
-"""BERT of transformers as an encoder and as classifiers (Devlin et al. 2019)."""
+"""Convert BERT (Devlin et al. 2019) from transformers to an encoder or a classifier."""
 
 from typing import Any
 
@@ -29,14 +29,14 @@ _EMBEDDING = {
 
 def _weights(prefix: str) -> dict[str, str]:
     layer = f"{prefix}encoder.layer.{{n}}."
-    found = {f"embedding.{ours}": f"{prefix}embeddings.{theirs}" for ours, theirs in _EMBEDDING.items()}
-    for part in ("weight", "bias"):
-        qkv = " ".join(f"{layer}attention.self.{x}.{part}" for x in ("query", "key", "value"))
-        found[f"encoder.layers.{{n}}.self_attn.in_proj_{part}"] = qkv
-        found |= {f"encoder.layers.{{n}}.{ours}.{part}": f"{layer}{theirs}.{part}" for ours, theirs in _LAYER.items()}
-        found[f"pooler.{part}"] = f"{prefix}pooler.dense.{part}"
-        found[f"output.{part}"] = f"classifier.{part}"
-    return found
+    names = {f"embedding.{name}": f"{prefix}embeddings.{hf_name}" for name, hf_name in _EMBEDDING.items()}
+    for kind in ("weight", "bias"):
+        qkv = " ".join(f"{layer}attention.self.{x}.{kind}" for x in ("query", "key", "value"))
+        names[f"encoder.layers.{{n}}.self_attn.in_proj_{kind}"] = qkv
+        names |= {f"encoder.layers.{{n}}.{name}.{kind}": f"{layer}{hf_name}.{kind}" for name, hf_name in _LAYER.items()}
+        names[f"pooler.{kind}"] = f"{prefix}pooler.dense.{kind}"
+        names[f"output.{kind}"] = f"classifier.{kind}"
+    return names
 
 
 def _encoder(c: Reader) -> dict[str, Any]:
@@ -70,7 +70,7 @@ def _classifier(c: Reader) -> dict[str, Any]:
     return {**_encoder(c), "classes": c.num_labels}
 
 
-# Ids are the tokenizer's; word embeddings are tied to a head that none of these has.
+# Special ids belong to the tokenizer; word embeddings are tied to a head that these classes do not have.
 _IDLE = frozenset({"pad_token_id", "bos_token_id", "eos_token_id", "tie_word_embeddings"})
 
 ARCHITECTURES = {

@@ -1,6 +1,7 @@
-"""Runs of classifiers, and what loads and evaluates them; `fastformer.apps.runs.folder` has the folder.
+"""Training runs of classifiers, and functions that load and evaluate them.
 
-The labels are a setting of the data: config.toml has them in the order of the classes.
+`fastformer.apps.runs.folder` describes the files of a run folder. Labels are a setting of the data: config.toml lists
+them in the order of the classes.
 """
 
 from collections.abc import Iterable, Sequence
@@ -38,15 +39,15 @@ from fastformer.apps.text import SPLITTINGS, LabelledBatch, LabelledBatches, Tok
 from fastformer.apps.train import Processes, TrainConfig, Trainer, Validation
 
 TOKENIZERS = ("bpe", "unigram", "char", "words")
-_PIECEWISE = {"tokenizer": TOKENIZERS[:-1]}
-_PIECES = 8000  # entries of a sentencepiece vocabulary when none are asked for
+_IF_PIECES = {"tokenizer": TOKENIZERS[:-1]}
+_PIECES = 8000  # entries of a sentencepiece vocabulary if `vocabulary` is unset
 _TO_SPLIT = ("number words", "a text file to split")
 
 
 class ClassificationDataConfig(Settings):
-    """Where the labelled text comes from, and how it becomes ids and batches."""
+    """Settings of the labelled text, the tokenizer and the batches."""
 
-    texts: ClassVar[str] = "labelled texts"  # what batches are made of, for conditions
+    texts: ClassVar[str] = "labelled texts"  # the content of batches, as conditions name it
     dataset: FolderOrName | None = setting(
         "numbers", "numbers: how many digits a number has, from its words (generated)", only={"train_text": None}
     )
@@ -69,7 +70,7 @@ class ClassificationDataConfig(Settings):
     splitting: str = setting("punctuation", "where words end", choices=SPLITTINGS, only={"tokenizer": "words"})
     minimum_frequency: int = setting(1, "rarer words become <unk>", at_least=1, only={"tokenizer": "words"})
     character_coverage: float = setting(
-        1.0, "share of characters sentencepiece must cover", at_least=0.98, at_most=1, only=_PIECEWISE
+        1.0, "share of characters sentencepiece must cover", at_least=0.98, at_most=1, only=_IF_PIECES
     )
     lowercase: bool = setting(False, "lower-case the text")
     max_length: int = setting(256, "most tokens of a text, its begin counted; longer ones are cut", at_least=2)
@@ -90,14 +91,14 @@ class ClassificationDataConfig(Settings):
 
     @property
     def corpus(self) -> str:
-        """What kind of data it is, in words."""
+        """The kind of data, in words."""
         if self.train_text is None:
             return _TO_SPLIT[0]
         return "text files" if self.valid_text is not None and self.test_text is not None else _TO_SPLIT[1]
 
 
 class ClassificationTrainConfig(TrainConfig):
-    """`TrainConfig` with defaults for classifiers, and batches of so many texts."""
+    """`TrainConfig` with defaults for classifiers, and batch sizes in texts."""
 
     schedule: str = inherited(TrainConfig, "schedule", default="cosine")
     warmup_steps: int = inherited(TrainConfig, "warmup_steps", default=50)
@@ -127,7 +128,7 @@ APPLICATION = Application(
     train=ClassificationTrainConfig,
     length="max_length",
     vocabularies=("vocabulary",),
-    counted={"classes": lambda data: len(data.labels or ("", ""))},  # two, as long as they are not known
+    counted={"classes": lambda data: len(data.labels or ("", ""))},  # two until the labels are known
     tokenizers=("tokenizer",),
     metrics={"loss": "", "accuracy": "", "macro_f1": ""},
     reading=("labels", "max_length"),
@@ -137,14 +138,16 @@ APPLICATION = Application(
 
 
 def read_labelled_corpora(data: ClassificationDataConfig) -> dict[Split, LabelledCorpus]:
-    """Read or generate the training, validation and test text, with the labels of the settings or else of training."""
+    """Read or generate training, validation and test text; labels are those of the settings, or else of training."""
     if data.train_text is None:
         refuse_by_hand(data.dataset)
         return split_labelled(number_texts(data.size), data.held_out)
     train = read_labelled(data.train_text, data.labels, "train")
-    given: dict[Split, Path | None] = {"valid": data.valid_text, "test": data.test_text}
-    held = {name: read_labelled(path, train.labels, name) for name, path in given.items() if path is not None}
-    return {"train": train, **held} if len(held) == len(given) else split_labelled(train, data.held_out, held)
+    paths: dict[Split, Path | None] = {"valid": data.valid_text, "test": data.test_text}
+    existing = {name: read_labelled(path, train.labels, name) for name, path in paths.items() if path is not None}
+    if len(existing) == len(paths):
+        return {"train": train, **existing}
+    return split_labelled(train, data.held_out, existing)
 
 
 class ClassificationRun(Run):
@@ -204,23 +207,23 @@ class ClassificationRun(Run):
         sequences, _ = encode_texts(corpus.texts, self.tokenizer, self.data.max_length)
 
         def score(model: SequenceClassifier, indices: NDArray[np.int64]) -> dict[str, float]:
-            found = score_logits(class_logits(model, sequences.take(indices)), corpus.take(indices.tolist(), "valid"))
-            return {"loss": found.loss, "accuracy": found.accuracy, "macro_f1": found.macro_f1}
+            scores = score_logits(class_logits(model, sequences.take(indices)), corpus.take(indices.tolist(), "valid"))
+            return {"loss": scores.loss, "accuracy": scores.accuracy, "macro_f1": scores.macro_f1}
 
         return Validation(len(corpus), score)
 
 
 def load_classifier(folder: Path | str, checkpoint: str = "best", device: torch.device | str = "cpu") -> Classifier:
-    """Load a run's model, tokenizer and labels, ready to classify.
+    """Load a run's model, tokenizer and labels as a classifier.
 
     Args:
-        folder: of the run.
+        folder: the run folder.
         checkpoint: "best" (by validation), "last" or "average".
-        device: of the model.
+        device: where the model is loaded.
 
     Raises:
         FileNotFoundError: there is no such run.
-        ValueError: the run is of another kind, or this machine cannot hold the model.
+        ValueError: the run is of another kind, or the model exceeds this machine's memory.
         fastformer.apps.train.CheckpointError: there is no such checkpoint, or it is damaged.
     """
     return _load(folder, checkpoint, device)[0]
@@ -240,19 +243,19 @@ def _load(
 def complete_run(trainer: Trainer, tokenizer: Tokenizer, labels: Sequence[str], max_length: int = 256) -> None:
     """Write tokenizer and config.toml into a `Trainer`'s folder, which `load_classifier` and every command then open.
 
-    Call it before or after `fit`, in all processes. The folder does not know the text, so the run goes on in Python
-    only, and `fastformer evaluate` needs `--source`.
+    Call it before or after `fit`, in all processes. The folder does not name the text: only Python can continue the
+    run, and `fastformer evaluate` needs `--source`.
 
     Args:
-        trainer: of a `SequenceClassifier` that reads what `encode_texts` gives.
-        tokenizer: of its text.
+        trainer: the trainer of a `SequenceClassifier` whose input is encoded by `encode_texts`.
+        tokenizer: the tokenizer of the text.
         labels: the names of the classes, in order.
         max_length: most tokens of a text, bos counted.
 
     Raises:
-        TypeError: the trainer's model is another one.
-        ValueError: the model does not fit the tokenizer, the labels or max_length; or no line of a labelled file could
-            hold a label.
+        TypeError: the trainer's model is not a `SequenceClassifier`.
+        ValueError: the model does not fit the tokenizer, the labels or max_length; or a label cannot occur in a
+            labelled file, because it is empty or has tabs, ends of lines, or spaces around it.
     """
     config, data = getattr(trainer.model, "config", None), {"labels": tuple(labels), "max_length": max_length}
     ClassificationDataConfig(dataset=BY_HAND, **data)  # type: ignore[arg-type]
@@ -267,7 +270,7 @@ def evaluate(
     checkpoint: str = "best",
     device: torch.device | str = "cpu",
 ) -> tuple[LabelledCorpus, Scores]:
-    """Score a run on its test or validation text, or on a labelled file; errors as `load_classifier`."""
+    """Score a run on its test or validation text, or on a labelled file; errors as in `load_classifier`."""
     classifier, data = _load(folder, checkpoint, device)
     if isinstance(split, Path):
         corpus = read_labelled(split, classifier.labels)

@@ -1,4 +1,4 @@
-"""The command line: the commands for runs of all kinds; those of an application are in its folder.
+"""The command line: commands for runs of all kinds; each application has further ones in `commands.py`.
 
 A user's mistake ends in one line on standard error and exit status 2; anything else is a bug and shows its traceback.
 """

@@ -1,4 +1,4 @@
-"""What the commands share: the application they register with, the console, and reading and writing of lines."""
+"""Shared by all commands: the typer application, the console, devices, and input and output of lines."""
 
 import collections
 import itertools
@@ -47,21 +47,21 @@ def demo_console() -> Console:
     return Console(file=cast("IO[str]", Terminal(sys.stdout)), **_PLAIN)
 
 
-def given_lines(
+def input_batches(
     texts: list[str] | None, input: Path | None, output: Path | None, what: str, batch_size: int, ahead: int = 1
 ) -> Iterator[list[str]]:
-    """Return the texts that a command reads, in lists that are answered one by one; errors come before the first.
+    """Return the input texts of a command in lists, which the command answers one by one; errors are raised first.
 
-    A list has a batch of lines, so that a program at the other end of a pipe gets its answers; of a file it has `ahead`
-    batches, in which lines of similar length may go together. Typed lines come one by one.
+    From a pipe, a list has one batch of lines, so that answers come before the pipe ends. From a file, it has `ahead`
+    batches, so that lines of similar length can be batched. Typed lines are lists of one line.
 
     Args:
-        texts: the arguments, one list.
+        texts: the arguments, returned as one list.
         input: the file; without arguments and a file, standard input is read.
-        output: file to write.
-        what: the texts are, for messages.
-        batch_size: lines of a batch.
-        ahead: batches of a file in a list.
+        output: the file to write.
+        what: a name for the texts in messages.
+        batch_size: lines in a batch.
+        ahead: batches in a list, if the input is a file.
     """
     check_output(output)
     check_value("batch_size", batch_size, int, at_least=1)
@@ -75,7 +75,7 @@ def given_lines(
         raise ValueError(f"standard input is closed: give {what}, or --input")
     if sys.stdin.isatty():
         if output is not None:
-            raise ValueError(f"--output is for {what} that are given, or in a file: give them, or --input")
+            raise ValueError(f"--output needs {what} as arguments or in a file: give them, or --input")
         console.print("Type a line and press Enter; Ctrl-D ends.", style="dim")
         return ([line.strip()] for line in sys.stdin)
     refuse_output(output, Path("/dev/stdin"))
@@ -112,13 +112,13 @@ def check_output(output: Path | None) -> None:
 
 
 def put_lines(lines: Iterable[str], output: Path | None) -> None:
-    """Write lines as they come to standard output, or to a file that replaces `output` at the end; see `write_texts`.
+    """Write lines one by one to standard output, or to a file that replaces `output` at the end; see `write_texts`.
 
-    An end of line within a line, which a vocabulary of bytes may decode to, becomes a space, with a warning.
+    Ends of lines within a line, which byte tokens may decode to, become spaces, with a warning.
     """
     changed = 0
 
-    def whole() -> Iterator[str]:
+    def joined_lines() -> Iterator[str]:
         nonlocal changed
         for line in lines:
             joined = re.sub(r"[\r\n]+", " ", line)
@@ -126,16 +126,16 @@ def put_lines(lines: Iterable[str], output: Path | None) -> None:
             yield joined
 
     if output is not None:
-        write_texts(output, whole())
+        write_texts(output, joined_lines())
     else:
-        for line in whole():
+        for line in joined_lines():
             print(line, flush=True)
     if changed:
         logger.warning("%d lines had ends of lines within; they have spaces there", changed)
 
 
 def choose_device(name: str) -> str:
-    """Resolve auto, and check that torch has the device."""
+    """Return the device that `name` means; raise ValueError if torch does not have it."""
     import torch
 
     if name == "auto":

@@ -6,9 +6,9 @@ from typing import Annotated, Any
 import typer
 
 from fastformer.apps.cli.console import MAIN_RUN, Checkpoint, Device, RunFolder, app, choose_device
+from fastformer.apps.cli.dispatch import application_function
 from fastformer.apps.cli.flags import int_or_text, with_settings
 from fastformer.apps.cli.help import USE
-from fastformer.apps.cli.parts import part_of
 from fastformer.apps.text.scores import BLEU_TOKENIZERS
 from fastformer.apps.translation.search import SearchOptions
 from fastformer.settings import check_value
@@ -49,7 +49,7 @@ def evaluate(
     *,
     search: dict[str, Any],
 ) -> None:
-    """Print how good a run's model is, on its own test data or on a file, and what was compared or counted.
+    """Print the scores of a run's model on its test data or on a file, and what was compared or counted.
 
     Translation: sacreBLEU and chrF with their signatures, after a search. Language models: the perplexity. Classifiers:
     accuracy, macro-F1, and precision, recall and F1 of each label, of many labels the most frequent.
@@ -57,7 +57,7 @@ def evaluate(
     if split is not None and source is not None:
         raise ValueError("give --split or --source, not both")
     check_value("split", split, str | None, choices=("test", "valid"))
-    given = {
+    options = {
         "target": target,
         "output": output,
         "lowercase": lowercase,
@@ -65,5 +65,5 @@ def evaluate(
         "overlap": overlap,
         "search": search,
     }
-    part = part_of(run, "evaluate_run", given)
-    part(run, checkpoint, choose_device(device), source or split or "test")
+    evaluate_run = application_function(run, "evaluate_run", options)
+    evaluate_run(run, checkpoint, choose_device(device), source or split or "test")

@@ -58,7 +58,7 @@ def export(
         export_ctranslate2(to, model, tokenizers, kind, _POSITIONS if positions is None else positions)
     else:
         data = application.data(**application.read_config(run)["data"])
-        kept = {name: getattr(data, name) for name in application.reading}
-        export_safetensors(to, model, tokenizers, dtype or "float32", kept)  # type: ignore[arg-type]
+        reading = {name: getattr(data, name) for name in application.reading}
+        export_safetensors(to, model, tokenizers, dtype or "float32", reading)  # type: ignore[arg-type]
     files = ", ".join(sorted(path.name for path in to.iterdir()))
     console.print(f"{to}: {files}")

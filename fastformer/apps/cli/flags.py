@@ -1,6 +1,6 @@
-"""Command-line flags, made from what settings declare (`fastformer.settings`).
+"""Command-line flags, generated from declared settings (`fastformer.settings`).
 
-A flag that is not given stays out, so that a file's values and then the defaults can fill in.
+Flags that are not given are omitted, so that values from a file, and then the defaults, apply.
 """
 
 import inspect
@@ -18,35 +18,35 @@ from fastformer.apps.settings import Settings, declared, default_text, explained
 def with_settings(
     *, chosen: Collection[str] = (), **sections: type[Settings]
 ) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """Give a command one flag for every setting that is a user's.
+    """Return a decorator that adds a flag for every setting that a user may set.
 
-    The command receives what was given as one keyword argument a section: `model={"heads": 4}`.
+    The command receives the given flags as one keyword argument a section: `model={"heads": 4}`.
 
     Args:
-        chosen: names of the settings that the command chooses if they are not given.
+        chosen: names of settings that the command chooses if their flags are not given.
         sections: name of the keyword argument -> settings.
     """
 
     def decorate(command: Callable[..., None]) -> Callable[..., None]:
         signature = inspect.signature(command)
-        own = [p for p in signature.parameters.values() if p.name not in sections]
+        parameters = [p for p in signature.parameters.values() if p.name not in sections]
         flags: list[inspect.Parameter] = []
-        homes: dict[str, str] = {}
+        section_of: dict[str, str] = {}
         for section, settings in sections.items():
             for item, hint in declared(settings):
                 if not facts(item)["derived"]:
-                    homes[item.name] = section
+                    section_of[item.name] = section
                     flags.append(_flag(section, item, hint, tuple(sections.values()), item.name in chosen))
 
-        def run(**given: Any) -> None:
+        def run(**arguments: Any) -> None:
             values: dict[str, dict[str, Any]] = {section: {} for section in sections}
-            for name, home in homes.items():
-                if (value := given.pop(name)) is not None:
-                    values[home][name] = value
-            command(**given, **values)
+            for name, section in section_of.items():
+                if (value := arguments.pop(name)) is not None:
+                    values[section][name] = value
+            command(**arguments, **values)
 
         run.__name__, run.__doc__ = command.__name__, command.__doc__
-        parameters = [*own, *flags]
+        parameters += flags
         run.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
         run.__annotations__ = {p.name: p.annotation for p in parameters}
         return run
@@ -55,9 +55,9 @@ def with_settings(
 
 
 def int_or_text(text: str) -> Any:
-    """Parse a whole number for `typer.Option(parser=…)`; the check of the setting refuses what stays text.
+    """Return text as a whole number if it is one, else unchanged, for `typer.Option(parser=…)`.
 
-    typer takes 64.0 for 64.
+    The setting's check rejects remaining text. typer's own parser would accept 64.0 as 64.
     """
     try:
         return int(text)
@@ -65,17 +65,17 @@ def int_or_text(text: str) -> Any:
         return text
 
 
-def made(settings: type[Settings], given: dict[str, Any]) -> Any:
-    """Make settings with their defaults; refuse what was given and has no effect."""
-    found = settings(**given)
-    refuse_idle({"": given}, {"": found})
-    return found
+def make_settings(settings: type[Settings], values: dict[str, Any]) -> Any:
+    """Return settings with `values` and defaults; raise ValueError for a value that has no effect."""
+    instance = settings(**values)
+    refuse_idle({"": values}, {"": instance})
+    return instance
 
 
 def _flag(
     section: str, item: "Field[Any]", hint: Any, settings: tuple[type, ...], chosen: bool = False
 ) -> inspect.Parameter:
-    choices = facts(item)["choices"]  # checked by the settings themselves, so that a file gets the same message
+    choices = facts(item)["choices"]  # checked by the settings, so that values from a file get the same message
     option = typer.Option(
         help=explained(item, settings),
         parser=int_or_text if _bare(hint) is int else None,

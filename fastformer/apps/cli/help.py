@@ -1,6 +1,6 @@
-"""Help as plain text that fits 80 columns and cuts no option's name, and suggestions for mistyped options.
+"""Help as plain text in 80 columns, without truncated option names, and suggestions for mistyped options.
 
-Commands and options stand in groups, their `rich_help_panel`; groups of commands are in the order of `GROUPS`.
+Commands and options are in groups, by `rich_help_panel`; groups of commands are in the order of `GROUPS`.
 """
 
 import re
@@ -17,13 +17,13 @@ _UsageError: type[Exception] = typer.BadParameter.__mro__[1]
 
 
 class Command(TyperCommand):
-    """A command whose options stand in groups, with suggestions for mistyped ones."""
+    """A command whose options are in groups, with suggestions for mistyped ones."""
 
     def format_options(self, ctx: Any, formatter: Any) -> None:
         _write(formatter, options_by_group(self, ctx))
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        return _suggesting(self, ctx, super().parse_args, args)
+        return _parse_with_suggestions(self, ctx, super().parse_args, args)
 
 
 class Group(TyperGroup):
@@ -39,11 +39,11 @@ class Group(TyperGroup):
         _write(formatter, options_by_group(self, ctx))
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        return _suggesting(self, ctx, super().parse_args, args)
+        return _parse_with_suggestions(self, ctx, super().parse_args, args)
 
 
 class App(typer.Typer):
-    """A `typer.Typer` whose commands, and itself as a group, have plain help and suggestions."""
+    """A `typer.Typer` whose commands and group have plain help and suggestions."""
 
     def __init__(self, **options: Any) -> None:
         super().__init__(cls=Group, rich_markup_mode=None, **options)
@@ -60,15 +60,15 @@ def walk(command: Any, path: str) -> Iterator[tuple[str, Any]]:
 
 
 def options_by_group(command: Any, ctx: Any) -> dict[str, list[tuple[str, str]]]:
-    """Return the options and arguments of a command with their help, by the group they stand in."""
+    """Return the options and arguments of a command with help texts, by group."""
     groups: dict[str, list[tuple[str, str]]] = {}
     for parameter in command.get_params(ctx):
         record = parameter.get_help_record(ctx)
         if record is not None:
             name, help = record
             help = re.sub(r"\[default: \((.*)\)\]$", r"[default: \1]", help)  # typer's form of a given text
-            home = "Arguments" if parameter.param_type_name == "argument" else "Options"
-            groups.setdefault(getattr(parameter, "rich_help_panel", None) or home, []).append((name, help))
+            default_group = "Arguments" if parameter.param_type_name == "argument" else "Options"
+            groups.setdefault(getattr(parameter, "rich_help_panel", None) or default_group, []).append((name, help))
     return groups
 
 
@@ -79,7 +79,9 @@ def _write(formatter: Any, groups: dict[str, list[tuple[str, str]]]) -> None:
                 formatter.write_dl(rows)
 
 
-def _suggesting(command: Any, ctx: Any, parse: Callable[[Any, list[str]], list[str]], args: list[str]) -> list[str]:
+def _parse_with_suggestions(
+    command: Any, ctx: Any, parse: Callable[[Any, list[str]], list[str]], args: list[str]
+) -> list[str]:
     """Parse arguments; add the nearest options to the error for an unknown one."""
     try:
         return parse(ctx, args)

@@ -6,9 +6,9 @@ from typing import Annotated, Any
 import typer
 
 from fastformer.apps.cli.console import MAIN_RUN, Checkpoint, Device, RunFolder, app, choose_device, console
+from fastformer.apps.cli.dispatch import application_function
 from fastformer.apps.cli.flags import int_or_text
 from fastformer.apps.cli.help import INSPECT, App
-from fastformer.apps.cli.parts import part_of
 from fastformer.apps.models.embeddings import sinusoidal_positions
 from fastformer.apps.plots.figure import figure_format
 from fastformer.apps.runs.comparison import Comparison, RunSummary, compare_runs
@@ -48,15 +48,16 @@ def attention(
     from fastformer.apps.plots import save
 
     _check_figure(output, run)
-    which = None if layer is None else _number_or("layer", layer, ("all",))
+    layers = None if layer is None else _number_or("layer", layer, ("all",))
     heads = _number_or("head", head, ("all", "mean"))
-    given = {"text": text, "source": source, "target": target, "kind": kind}
-    draw = part_of(run, "attention_of", given)(run=run, checkpoint=checkpoint, device=choose_device(device))
-    console.print(f"wrote {save(draw(which, heads), output)}")
+    options = {"text": text, "source": source, "target": target, "kind": kind}
+    attention_of = application_function(run, "attention_of", options)
+    draw = attention_of(run=run, checkpoint=checkpoint, device=choose_device(device))
+    console.print(f"wrote {save(draw(layers, heads), output)}")
 
 
 def _check_figure(output: Path, *runs: Path) -> None:
-    """Refuse a file of the runs, and a format that figures do not have."""
+    """Raise ValueError for an output that is a file of the runs, or of an unknown format."""
     refuse_output(output, runs=runs)
     figure_format(output)
 
@@ -87,16 +88,16 @@ def positions(
         typer.Option(help="positions of this side: source (the default) or target", rich_help_panel=_TRANSLATION),
     ] = None,
 ) -> None:
-    """Draw a positional encoding, sinusoidal or as a run learned it, and how alike its positions are."""
+    """Draw a positional encoding, sinusoidal or as a run learned it, and the similarity of positions."""
     from fastformer.apps.plots import plot_positions, save
 
     _check_figure(output, *([] if run is None else [run]))
     for name, value in (("d_model", d_model), ("length", length)):
         check_value(name, value, int | None, at_least=1, at_most=16384)
     if run is None:
-        for option, given in (("side", side), ("checkpoint", checkpoint)):
-            if given is not None:
-                raise ValueError(f"--{option} is of a run; give --run too")
+        for option, text in (("side", side), ("checkpoint", checkpoint)):
+            if text is not None:
+                raise ValueError(f"--{option} needs --run")
         width = d_model or 128
         encoding, title = sinusoidal_positions(length or 100, width), f"sinusoidal positions, d_model {width}"
     else:
@@ -105,14 +106,14 @@ def positions(
         check_value("side", side, str | None, choices=("source", "target"))
         application = application_of(read_kind(run))
         model = application.load_weights(run, checkpoint or "best")
-        sided = hasattr(model, "source_embedding")
-        if side is not None and not sided:
+        has_sides = hasattr(model, "source_embedding")
+        if side is not None and not has_sides:
             raise ValueError(f"{run} is a {application.title} run; --side is not for it")
         side = side or "source"
-        embedding = getattr(model, f"{side}_embedding" if sided else "embedding")
+        embedding = getattr(model, f"{side}_embedding" if has_sides else "embedding")
         length = length or model.config.longest or 100
         encoding = embedding.encodings(length)[:length]
-        where = f"{run}, {side}" if sided else run
+        where = f"{run}, {side}" if has_sides else run
         title = f"{model.config.positions} positions of {where}, d_model {model.config.d_model}"
     console.print(f"wrote {save(plot_positions(encoding, title), output)}")
 
@@ -127,9 +128,9 @@ def history(runs: Runs, output: Output = Path("history.png")) -> None:
 def _draw_histories(comparison: Comparison, output: Path) -> Path:
     from fastformer.apps.plots import plot_history, save
 
-    silent = [str(run.folder) for run in comparison.runs if not run.records]
-    if len(silent) == len(comparison.runs):
-        raise ValueError(f"{', '.join(silent)}: no metrics yet, so there is nothing to draw")
+    without_metrics = [str(run.folder) for run in comparison.runs if not run.records]
+    if len(without_metrics) == len(comparison.runs):
+        raise ValueError(f"{', '.join(without_metrics)}: no metrics yet, so there is nothing to draw")
     return save(plot_history({run.name: run.records for run in comparison.runs if run.records}), output)
 
 
@@ -157,35 +158,35 @@ def compare(
         console.print("The runs differ in text or vocabulary: their losses and perplexities per token do not compare.")
     if not comparison.same_bleu:
         console.print("The runs have different BLEU signatures: their BLEU does not compare.")
-    silent = [str(run.folder) for run in comparison.runs if not run.records]
-    if silent:
-        console.print(f"No metrics yet: {', '.join(silent)}")
+    without_metrics = [str(run.folder) for run in comparison.runs if not run.records]
+    if without_metrics:
+        console.print(f"No metrics yet: {', '.join(without_metrics)}")
     if plot is not None:
         console.print(f"wrote {_draw_histories(comparison, plot)}")
 
 
 def _rows(comparison: Comparison) -> list[list[str]]:
-    def row(name: str, of: Any) -> list[str]:
-        return [name, *(of(run) for run in comparison.runs)]
+    def row(name: str, cell: Any) -> list[str]:
+        return [name, *(cell(run) for run in comparison.runs)]
 
-    scores = [row(f"  {name}", lambda run, name=name: _shown(run.best.get(name))) for name in comparison.values]
+    scores = [row(f"  {name}", lambda run, name=name: _formatted(run.best.get(name))) for name in comparison.values]
     if any(run.bleu_signature for run in comparison.runs):
-        scores.append(row("  bleu signature", lambda run: _shown(run.bleu_signature)))
+        scores.append(row("  bleu signature", lambda run: _formatted(run.bleu_signature)))
     rows = [
-        row("parameters", lambda run: _shown(run.parameters)),
-        row("steps", lambda run: _shown(run.steps)),
+        row("parameters", lambda run: _formatted(run.parameters)),
+        row("steps", lambda run: _formatted(run.steps)),
         row("time", _time),
-        row("best validation at step", lambda run: _shown(run.best_step)),
+        row("best validation at step", lambda run: _formatted(run.best_step)),
         *scores,
     ]
-    return rows + [[key, *map(_shown, values)] for key, values in comparison.differing.items()]
+    return rows + [[key, *map(_formatted, values)] for key, values in comparison.differing.items()]
 
 
 def _time(run: RunSummary) -> str:
     return "–" if run.seconds is None else f"{run.seconds:,.0f} {'CPU-s' if run.clock == 'cpu' else 's'}"
 
 
-def _shown(value: Any) -> str:
+def _formatted(value: Any) -> str:
     if value is None:
         return "–"
     if isinstance(value, bool):

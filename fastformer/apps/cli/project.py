@@ -23,8 +23,8 @@ from fastformer.functional.choice import INSTALL_TRITON
 _ABSENT = "not installed"
 
 
-def _show_version(wanted: bool) -> None:
-    if wanted:
+def _show_version(requested: bool) -> None:
+    if requested:
         console.print(f"fastformer {fastformer.__version__}")
         raise typer.Exit
 
@@ -69,7 +69,7 @@ def info(run: Annotated[Path | None, typer.Option(help="describe this run folder
         application = application_of(read_kind(run))
         described = application.describe(application.model(**application.read_config(run)["model"]))
         checkpoints = CheckpointFolder(run / "checkpoints")
-        best, last = (found.name if found else "none" for found in (checkpoints.best(), checkpoints.last()))
+        best, last = (path.name if path else "none" for path in (checkpoints.best(), checkpoints.last()))
         console.print(f"{run}: {application.title} run, {described}")
         console.print(f"  checkpoints: best {best} (value {checkpoints.best_value()}), last {last}")
 
@@ -99,7 +99,7 @@ def _gpus() -> list[str]:
 
 
 def _ops(choice: Backend, device: str) -> list[str]:
-    """Return a line for the ops that run alike and for the same reason."""
+    """Return a line for each verdict of `explain`, with the ops that share it."""
     ops_of: dict[str, list[str]] = {}
     with fastformer.backend(choice):
         for line in explain(torch.empty(0, device=device)).splitlines():

@@ -1,4 +1,4 @@
-"""`fastformer train` and its commands: one for each application, with the settings that its runs have."""
+"""`fastformer train` and the commands below it: one for each application, with a flag for each setting."""
 
 import signal
 import sys
@@ -9,9 +9,9 @@ from typing import Annotated, Any
 import typer
 
 from fastformer.apps.cli.console import Device, app, choose_device
+from fastformer.apps.cli.dispatch import flag
 from fastformer.apps.cli.flags import with_settings
 from fastformer.apps.cli.help import TRAIN, App
-from fastformer.apps.cli.parts import flag
 from fastformer.apps.runs.application import PRETRAINED
 from fastformer.apps.runs.folder import CONFIG, refuse_output
 from fastformer.apps.runs.kinds import MAIN
@@ -36,7 +36,7 @@ Config = Annotated[Path | None, typer.Option(help="TOML file with sections data,
 
 
 def add_training(kind: type[Run], what: str) -> None:
-    """Register the command that trains runs of a kind; `what`: what the command does, in a sentence."""
+    """Register the command that trains runs of a kind; `what` is the first sentence of the help."""
     application = kind.application
 
     @with_settings(
@@ -58,7 +58,7 @@ def add_training(kind: type[Run], what: str) -> None:
             for name in call.params:
                 source = call.get_parameter_source(name)
                 if source is not None and source.name == "COMMANDLINE":
-                    raise ValueError(f"{flag(name)} must stand behind {call.invoked_subcommand}")
+                    raise ValueError(f"{flag(name)} must come after {call.invoked_subcommand}")
             return
         if resume and (data or model or config or pretrained):
             raise ValueError("--resume takes its data and model from the run folder; give [train] settings only")
@@ -67,8 +67,8 @@ def add_training(kind: type[Run], what: str) -> None:
             if resume:
                 learner = kind.open(run, train, device)
             else:
-                given = {"data": data, "model": model, "train": train}
-                learner = _new_run(kind, run, config, given, device, pretrained)
+                flags = {"data": data, "model": model, "train": train}
+                learner = _new_run(kind, run, config, flags, device, pretrained)
             result = _fit(learner, processes, resume)
         if result.signal is not None and result.signal != signal.SIGINT:
             raise typer.Exit(128 + result.signal)
@@ -87,25 +87,25 @@ def _new_run(
     device: str,
     pretrained: Path | None,
 ) -> Run:
-    """Make a run of a file of settings, and of flags, which override it."""
+    """Create a run from a file of settings and from flags, which override the file."""
     application = kind.application
     if config is not None:
         refuse_output(folder / CONFIG, config)
     file = application.read_settings(config)
-    given = {name: file[name] | flags[name] for name in flags}
-    data = given["data"]
+    settings = {name: file[name] | flags[name] for name in flags}
+    data = settings["data"]
     if pretrained is not None:
         application.check_begins()
         data = {"tokenizer": PRETRAINED} | data
-    text, train = application.data(**data), application.train(**given["train"])
-    application.refuse_idle(given, text, given["model"], train, device)
-    return kind.create(folder, text, given["model"], train, device, pretrained, given)
+    text, train = application.data(**data), application.train(**settings["train"])
+    application.refuse_idle(settings, text, settings["model"], train, device)
+    return kind.create(folder, text, settings["model"], train, device, pretrained, settings)
 
 
 def _fit(run: Run, processes: Processes, resume: bool) -> Result:
-    """Train a run, print what is read, learned and how it ended, and draw the learning curve.
+    """Train a run; print the data, the model and the outcome, and draw the learning curve.
 
-    Output that fails does not end training.
+    A failure of the output does not end training.
     """
     from fastformer.apps.plots import plot_history, save
 

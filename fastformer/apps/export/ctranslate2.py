@@ -2,7 +2,7 @@
 
 CTranslate2 takes tokens, not text: an exported folder holds the tokenizers too, and its configuration adds eos to each
 source. Positions that are added to embeddings are written as a table, because the sinusoids of other programs come in
-another order; CTranslate2 refuses sequences beyond its end.
+another order; CTranslate2 refuses sequences beyond the end of the table.
 """
 
 from collections.abc import Callable, Sequence
@@ -42,18 +42,18 @@ def export_ctranslate2(
     """Write a model that `ctranslate2.Translator` or `ctranslate2.Generator` loads, and the tokenizers beside it.
 
     Args:
-        folder: to make.
-        model: of one of the applications, with its configuration.
+        folder: the folder to create.
+        model: a `TranslationModel` or `LanguageModel`.
         tokenizers: source and target of a translation model, or the one of a language model.
-        quantization: of the weights; see CTranslate2's documentation.
+        quantization: the type of the stored weights; see CTranslate2's documentation.
         positions: how many sinusoidal positions to write; learned ones are written as they are.
 
     Raises:
         ImportError: ctranslate2 is not installed.
         FileExistsError: the folder exists and is not empty.
-        TypeError: the model is of no application.
-        ValueError: CTranslate2 has no such models, an unknown quantization, fewer than 1 position, not as many
-            tokenizers as the model has sides, or a model that has more of its own than settings and weights.
+        TypeError: the model belongs to no application.
+        ValueError: CTranslate2 has no such model or layers, quantization is unknown, positions is below 1, or the
+            number of tokenizers is wrong.
     """
     application = application_for(model, tokenizers)
     if application.kind not in _SPECS:
@@ -110,26 +110,26 @@ def _language(model: Any, specs: Any, settings: dict[str, Any], vocabularies: li
     return spec
 
 
-# By the kind of run: makes CTranslate2's description of a model, but for the output projection.
+# Kind of run -> function that returns CTranslate2's spec of a model, without the output projection.
 _SPECS: dict[str, Callable[..., Any]] = {"translation": _translation, "language": _language}
 
 
 def _settings(c: ModelSettings, specs: Any) -> dict[str, Any]:
-    """Return the arguments of CTranslate2's stacks; raise ValueError for layers that it does not have."""
-    beyond = {
+    """Return the arguments of CTranslate2's stacks; raise ValueError for layers that CTranslate2 does not have."""
+    missing = {
         "window": c.window is not None,
         "softcap": c.softcap is not None,
         "sinks": c.sinks,
         f"positions {c.positions}": c.positions in ("alibi", "relative"),
-        # The description has no place for the factor then.
+        # The spec has no field for the scaling factor then.
         "rotary_original": c.rotary_original is not None,
-        # All norms of a model have one epsilon there.
+        # A spec has one epsilon for all norms.
         f"qk_norm and norm_eps other than {QK_EPS}": c.qk_norm and c.norm_eps != QK_EPS,
     }
-    if any(beyond.values()):
-        raise ValueError(f"CTranslate2 has no layers with {', '.join(name for name, used in beyond.items() if used)}")
-    slowed = c.rotary_scaling
-    # A final norm goes with pre-norm layers only, so the kind of layers is said afterwards.
+    if any(missing.values()):
+        raise ValueError(f"CTranslate2 has no layers with {', '.join(name for name, used in missing.items() if used)}")
+    scaling = c.rotary_scaling
+    # The constructors take a final norm with pre-norm layers only, so `_stack` sets `pre_norm` afterwards.
     return {
         "activation": getattr(specs.common_spec.Activation, _ACTIVATIONS[c.activation]),
         "ffn_glu": is_gated(c.activation),
@@ -141,8 +141,8 @@ def _settings(c: ModelSettings, specs: Any) -> dict[str, Any]:
         "rotary_dim": c.rotary.turned(c.head_width) if c.positions == "rotary" else None,
         "rotary_interleave": False,
         "rotary_base": c.rotary_theta,
-        "rotary_scaling_type": None if slowed is None else specs.attention_spec.RotaryScalingType.Linear,
-        "rotary_scaling_factor": slowed or 1.0,
+        "rotary_scaling_type": None if scaling is None else specs.attention_spec.RotaryScalingType.Linear,
+        "rotary_scaling_factor": scaling or 1.0,
     }
 
 
@@ -192,13 +192,13 @@ def _stack(spec: Any, stack: Any) -> None:
 
 
 def _attention(spec: Any, module: Projections, norm: nn.Module) -> None:
-    """Write an attention module; CTranslate2 has its input projections as one matrix, or as queries and the rest."""
+    """Write an attention module; CTranslate2 stores input projections as one matrix, or queries and the rest."""
     *inputs, output = spec.linear
     weight, bias = module.in_proj_weight, module.in_proj_bias
     queries = module.num_heads * module.head_dim
-    parts = [slice(None)] if len(inputs) == 1 else [slice(queries), slice(queries, None)]
-    for each, rows in zip(inputs, parts, strict=True):
-        _linear(each, weight[rows], None if bias is None else bias[rows])
+    row_slices = [slice(None)] if len(inputs) == 1 else [slice(queries), slice(queries, None)]
+    for projection, rows in zip(inputs, row_slices, strict=True):
+        _linear(projection, weight[rows], None if bias is None else bias[rows])
     _linear(output, module.out_proj.weight, module.out_proj.bias)
     _norm(spec.layer_norm, norm)
     if hasattr(spec, "q_norm"):
@@ -207,7 +207,7 @@ def _attention(spec: Any, module: Projections, norm: nn.Module) -> None:
 
 
 def _feed_forward(spec: Any, layer: Any, norm: nn.Module) -> None:
-    """Write both projections, and that of a gate separately."""
+    """Write both projections; CTranslate2 stores that of a gate separately."""
     _norm(spec.layer_norm, norm)
     weight, bias = layer.linear1.weight, layer.linear1.bias
     inputs = [spec.linear_0, spec.linear_0_noact] if hasattr(spec, "linear_0_noact") else [spec.linear_0]

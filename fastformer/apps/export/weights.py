@@ -33,16 +33,16 @@ def export_safetensors(
     """Write `model.safetensors`, `config.json` and the tokenizers into a new folder.
 
     Args:
-        folder: to make.
-        model: of one of the applications, with its configuration.
+        folder: the folder to create.
+        model: a model of one of the applications.
         tokenizers: source and target of a translation model, or the one of another model.
-        dtype: of the weights.
-        data: what the text is to be read with, such as the longest length; written as it is.
+        dtype: the dtype of the stored weights.
+        data: settings for reading text, such as the longest length; written unchanged.
 
     Raises:
         FileExistsError: the folder exists and is not empty.
-        TypeError: the model is of no application.
-        ValueError: an unknown dtype, or not as many tokenizers as the model has sides.
+        TypeError: the model belongs to no application.
+        ValueError: dtype is unknown, or the number of tokenizers is wrong.
     """
     _check_dtype(dtype)
     application = application_for(model, tokenizers)
@@ -62,7 +62,7 @@ def load_safetensors(folder: Path | str) -> Any:
     """Load the model of a folder that `export_safetensors` wrote, in its dtype, in evaluation mode.
 
     Raises:
-        fastformer.apps.train.CheckpointError: there is none, or it is damaged.
+        fastformer.apps.train.CheckpointError: the folder holds no exported model, or a damaged one.
     """
     folder = Path(folder)
     path = folder / "model.safetensors"
@@ -92,7 +92,7 @@ def _check_dtype(dtype: object) -> None:
 
 @contextmanager
 def export_folder(folder: Path | str) -> Iterator[Path]:
-    """Yield a hidden folder to write to, which gets its name when the block ends.
+    """Yield a temporary folder, which is renamed to `folder` when the block ends.
 
     Raises FileExistsError if the folder is not empty, or is the current one.
     """
@@ -107,11 +107,11 @@ def export_folder(folder: Path | str) -> Iterator[Path]:
 
 def application_for(model: Any, tokenizers: Sequence[Tokenizer]) -> Application:
     """Return the application of a model; raise TypeError, or ValueError for another number of tokenizers."""
-    found: Application | None = next((each for each in applications() if isinstance(model, each.network)), None)
-    if found is None:
+    application: Application | None = next((each for each in applications() if isinstance(model, each.network)), None)
+    if application is None:
         names = ", ".join(each.network.__name__ for each in applications())
         raise TypeError(f"model must be one of {names}, not a {type(model).__name__}")
-    wanted = len(found.tokenizers)
-    if len(tokenizers) != wanted:
-        raise ValueError(f"tokenizers must be {wanted} for a {type(model).__name__}, not {len(tokenizers)}")
-    return found
+    count = len(application.tokenizers)
+    if len(tokenizers) != count:
+        raise ValueError(f"tokenizers must be {count} for a {type(model).__name__}, not {len(tokenizers)}")
+    return application

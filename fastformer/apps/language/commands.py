@@ -1,4 +1,4 @@
-"""`fastformer train lm | generate`, and what `evaluate` and `plot` do for language-model runs."""
+"""`fastformer train lm | generate`, and `evaluate` and `plot` for language-model runs."""
 
 import itertools
 from collections.abc import Callable
@@ -15,7 +15,7 @@ from fastformer.apps.cli.console import (
     choose_device,
     console,
 )
-from fastformer.apps.cli.flags import int_or_text, made, with_settings
+from fastformer.apps.cli.flags import int_or_text, make_settings, with_settings
 from fastformer.apps.cli.help import USE
 from fastformer.apps.cli.training import add_training
 from fastformer.apps.language.run import APPLICATION, LanguageRun, evaluate_text, load_generator
@@ -47,32 +47,32 @@ def generate(
     *,
     sampling: dict[str, Any],
 ) -> None:
-    """Let a language model go on from a prompt, word by word, or from several at a time.
+    """Continue a prompt with a language model, word by word, or several prompts at a time.
 
-    Each text is printed, or written to --output, with its prompt, once it and those before it are finished. Where texts
-    have several lines (--no-stop-at-eos), an empty line ends each.
+    Each text is printed, or written to --output, after its prompt, once it and all texts before it are finished. With
+    --no-stop-at-eos, texts may have several lines, and an empty line ends each text.
     """
     if prompts and prompt_file is not None:
         raise ValueError("give prompts or --prompt-file, not both")
     check_output(output)
     refuse_output(output, prompt_file, runs=(run,))
-    options = made(SamplingOptions, sampling)
-    given = iter(prompts or [""]) if prompt_file is None else checked_lines(prompt_file)
+    options = make_settings(SamplingOptions, sampling)
+    lines = iter(prompts or [""]) if prompt_file is None else checked_lines(prompt_file)
     generator = load_generator(run, checkpoint, choose_device(device))
     pack_weights(generator.model)
-    given = (prompt.rstrip(" ") for prompt in given)  # the text brings the space between
+    lines = (prompt.rstrip(" ") for prompt in lines)  # the generated text begins with the space
     if output is None and prompt_file is None and len(prompts or [""]) == 1:
-        prompt = next(given)
+        prompt = next(lines)
         pieces = generator.stream(prompt, options)
         print(prompt, end="", flush=True)
         for piece in pieces:
             print(piece, end="", flush=True)
         print()
         return
-    given, read = itertools.tee(given)
-    found = generator.generate_each(read, options, batch_size)
+    lines, copies = itertools.tee(lines)
+    generated = generator.generate_each(copies, options, batch_size)
     end = "" if options.stop_at_eos else "\n"
-    texts = (f"{prompt}{text}{end}" for prompt, text in zip(given, found, strict=True))
+    texts = (f"{prompt}{text}{end}" for prompt, text in zip(lines, generated, strict=True))
     if output is not None:
         write_texts(output, texts)
         return
@@ -81,12 +81,12 @@ def generate(
 
 
 def evaluate_run(run: Path, checkpoint: str, device: str, texts: Any, *, overlap: int | None = None) -> None:
-    """Print the perplexity of a part of the run's data or of a file, with the counts of the tokens."""
-    text, found = evaluate_text(run, texts, checkpoint, device, overlap or 0)
+    """Print the perplexity of the run's test or validation text, or of a file, with token counts."""
+    text, result = evaluate_text(run, texts, checkpoint, device, overlap or 0)
     console.print(f"{text}; checkpoint {checkpoint}")
-    console.print(str(found))
+    console.print(str(result))
 
 
 def attention_of(run: Path, checkpoint: str, device: str, text: str) -> Callable[..., Any]:
-    """Return what draws the attention maps of a text."""
+    """Return the function that draws the attention maps of a text."""
     return attend_text(load_generator(run, checkpoint, device), text).figure

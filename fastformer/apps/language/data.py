@@ -1,10 +1,10 @@
-"""The data of language models: its settings, the corpora that they name, and the vocabulary learned from them.
+"""Data of language models: the settings, the corpora that they name, and the vocabulary learned from the corpora.
 
 Every line of text ends with eos, which is predicted like a word: WikiText-2 has 2,088,628, 217,646 and 245,569 tokens,
 as published, and its vocabulary of 33,278 has two more entries here, `<pad>` and `<bos>`.
 
-The text is read as documents, each between bos and eos, of which none sees another; or as a stream of all lines, in
-training as columns (`fastformer.apps.text.ColumnBatches`). A model sees at most `context` tokens.
+The text is read as separate documents, each between bos and eos; or as a stream of all lines, in training as columns
+(`fastformer.apps.text.ColumnBatches`). A model sees at most `context` tokens.
 """
 
 from typing import Any, ClassVar, Literal
@@ -24,18 +24,18 @@ from fastformer.apps.text import (
 )
 
 TOKENIZERS = ("bpe", "unigram", "char", "words")
-_PIECEWISE = {"tokenizer": TOKENIZERS[:-1]}
+_IF_PIECES = {"tokenizer": TOKENIZERS[:-1]}
 STREAMS = ("documents", "columns")
 Split = Literal["train", "valid", "test"]
 _SPLITS: tuple[Split, ...] = ("train", "valid", "test")
 _TO_SPLIT = "a text file to split"
-_PIECES = 8000  # entries of a sentencepiece vocabulary when none are asked for
+_PIECES = 8000  # entries of a sentencepiece vocabulary if `vocabulary` is unset
 
 
 class LanguageDataConfig(Settings):
-    """Where the text comes from, and how it becomes ids and batches."""
+    """Settings of the text, the tokenizer and the batches."""
 
-    texts: ClassVar[str] = "running text"  # what batches are made of, for conditions
+    texts: ClassVar[str] = "running text"  # the content of batches, as conditions name it
     dataset: FolderOrName | None = setting(
         "docstrings",
         "docstrings (of the installed Python and torch), or a folder made by `fastformer data wikitext2`",
@@ -70,7 +70,7 @@ class LanguageDataConfig(Settings):
     splitting: str = setting("whitespace", "where words end", choices=SPLITTINGS, only={"tokenizer": "words"})
     minimum_frequency: int = setting(1, "rarer words become <unk>", at_least=1, only={"tokenizer": "words"})
     character_coverage: float = setting(
-        1.0, "share of characters sentencepiece must cover", at_least=0.98, at_most=1, only=_PIECEWISE
+        1.0, "share of characters sentencepiece must cover", at_least=0.98, at_most=1, only=_IF_PIECES
     )
     lowercase: bool = setting(False, "lower-case the text")
 
@@ -90,33 +90,33 @@ class LanguageDataConfig(Settings):
 
     @property
     def parts(self) -> str:
-        """Say whether it matters where documents begin: a docstring is a line, and columns have no documents."""
-        apart = self.corpus == _TO_SPLIT or (self.stream == "documents" and self.corpus != "docstrings")
-        return "documents to tell apart" if apart else "none"
+        """Whether document boundaries matter, in words: a docstring is one line, and columns have no documents."""
+        separate = self.corpus == _TO_SPLIT or (self.stream == "documents" and self.corpus != "docstrings")
+        return "documents to tell apart" if separate else "none"
 
 
 def read_text_corpora(data: LanguageDataConfig) -> dict[Split, TextCorpus]:
     """Read the training, validation and test text."""
     if data.train_text is None:
         if data.dataset == "docstrings":
-            parts = docstring_corpora(data.size)
+            splits = docstring_corpora(data.size)
         else:
             assert data.dataset is not None
             refuse_by_hand(data.dataset)
-            parts = open_text_dataset(data.dataset, data.document)  # type: ignore[arg-type]
-        return dict(zip(_SPLITS, parts, strict=True))
+            splits = open_text_dataset(data.dataset, data.document)  # type: ignore[arg-type]
+        return dict(zip(_SPLITS, splits, strict=True))
     document: Any = data.document or "line"
-    given = {"train": data.train_text, "valid": data.valid_text, "test": data.test_text}
-    found = {name: read_text(path, document, name) for name, path in given.items() if path is not None}
-    if len(found) < len(given):
-        train, *held = split_text(found["train"], data.held_out, seed=1)
-        # What is given stays as it is, and what is not asked for goes back to training.
-        missing = {part.name: part for part in held if part.name not in found}
-        back = [lines for part in held if part.name in found for lines in part.documents]
-        found |= {"train": TextCorpus(train.documents + back, "train"), **missing}
-    return {name: found[name] for name in _SPLITS}
+    paths = {"train": data.train_text, "valid": data.valid_text, "test": data.test_text}
+    corpora = {name: read_text(path, document, name) for name, path in paths.items() if path is not None}
+    if len(corpora) < len(paths):
+        train, *held_out = split_text(corpora["train"], data.held_out, seed=1)
+        # A corpus with a file stays as it is, and what would be held out for it goes back to training.
+        missing = {corpus.name: corpus for corpus in held_out if corpus.name not in corpora}
+        back = [lines for corpus in held_out if corpus.name in corpora for lines in corpus.documents]
+        corpora |= {"train": TextCorpus(train.documents + back, "train"), **missing}
+    return {name: corpora[name] for name in _SPLITS}
 
 
 def build_tokenizer(data: LanguageDataConfig, train: TextCorpus) -> Tokenizer:
-    """Learn the vocabulary, from the training text only."""
+    """Learn the tokenizer from the training text only."""
     return learn_tokenizer(train.lines, data, pieces=_PIECES)

@@ -43,10 +43,10 @@ class Perplexity:
 
     Attributes:
         nats: sum of -log p over the predicted tokens.
-        tokens: that were predicted, eos included.
-        words: of the same text at spaces, and an <eos> a line.
-        unknown: predicted tokens that are <unk>.
-        overlap: tokens that each window read again.
+        tokens: number of predicted tokens, eos included.
+        words: number of words between spaces in the same text, with an <eos> a line.
+        unknown: number of predicted tokens that are <unk>.
+        overlap: number of tokens that each window read again.
     """
 
     nats: float
@@ -80,14 +80,14 @@ def _perplexity(nats: float) -> float:
 
 
 class HeldOutText:
-    """A text as the pieces of which a model predicts every token once.
+    """A text, cut into pieces in which a model predicts every token once.
 
     Args:
-        corpus: the text; documents without a token are left out.
-        tokenizer: of the model.
+        corpus: the text; documents without a token are skipped.
+        tokenizer: the model's tokenizer.
         context: most tokens that a prediction looks back on.
         stream: "documents" or "columns", as the model was trained.
-        overlap: how many of the tokens before it a window reads again, without predicting them.
+        overlap: how many tokens before a window it reads again, without predicting them.
 
     Raises:
         ValueError: context is below 1, overlap is below 0 or not below context, or no document has a token.
@@ -99,14 +99,14 @@ class HeldOutText:
         self.pieces = cut(documents, context, overlap)
         self._overlap = overlap
         self._unknown = int(np.count_nonzero(documents.documents.ids == tokenizer.unk_id))
-        # Lines that were left out as documents without a token are an <eos> each.
+        # Each skipped document is a line without a token, of which corpus.words counts the <eos>.
         self._words = corpus.words - documents.dropped
 
     @torch.no_grad()
     def perplexity(self, model: LanguageModel, indices: NDArray[np.int64] | None = None) -> Perplexity:
         """Compute the perplexity of the pieces at `indices`, or of all; call `model.eval()` first.
 
-        Words and unknown tokens of some of the pieces are those of all, by their share of the tokens.
+        For some of the pieces, words and unknown tokens are those of all, times the share of the tokens.
         """
         pieces = self.pieces if indices is None else self.pieces.take(indices)
         share = pieces.predictions / self.pieces.predictions
@@ -117,7 +117,7 @@ class HeldOutText:
 def perplexity(
     model: LanguageModel, corpus: TextCorpus, tokenizer: Tokenizer, context: int, stream: str, overlap: int = 0
 ) -> Perplexity:
-    """Compute the perplexity of a text; arguments and errors as `HeldOutText`."""
+    """Compute the perplexity of a text; arguments and errors as in `HeldOutText`."""
     return HeldOutText(corpus, tokenizer, context, stream, overlap).perplexity(model)
 
 
@@ -125,7 +125,7 @@ def _total_loss(model: LanguageModel, pieces: Pieces) -> float:
     device = device_of(model)
     total, overlapping = 0.0, bool(pieces.reread.any())
     ends = np.cumsum(pieces.lengths)
-    # Whole pieces, about as many tokens a batch as asked for.
+    # Batches of whole pieces, with about _EVALUATION_TOKENS tokens each.
     cuts = np.searchsorted(ends, np.arange(_EVALUATION_TOKENS, ends[-1], _EVALUATION_TOKENS), side="left") + 1
     for indices in np.split(np.arange(len(pieces)), np.unique(cuts)):
         if len(indices):

@@ -1,7 +1,7 @@
 """The decoder-only Transformer for language modelling (Liu et al. 2018, section 4.2.3), from ids to hidden states.
 
-Documents, or pieces of them, are packed: attention is causal and stays within each, positions count from its first
-token. Hidden states are returned, not logits: the loss projects them in parts.
+Documents, or pieces of them, are packed: attention is causal and within one document, and positions count from the
+document's first token. `forward` returns hidden states, not logits: the loss projects them in chunks.
 
 Letters: B documents, T positions (packed: of all documents together), D model width, V vocabulary.
 """
@@ -32,15 +32,15 @@ from fastformer.nn.stacks import TransformerEncoder
 from fastformer.packing import Layout
 
 LanguageEmbeddings = Literal["separate", "tied"]
-# The settings of a decoder as Vaswani et al. (2017) and Liu et al. (2018) have it, where the defaults are others.
+# The settings of the decoder of Vaswani et al. (2017) and Liu et al. (2018) that differ from the defaults.
 CLASSICAL: dict[str, Any] = {"activation": "relu", "norm": "layer", "bias": True, "positions": "sinusoidal"}
 
 
 class LanguageConfig(ModelSettings):
-    """Everything that decides the shape of a `LanguageModel`; stored with every checkpoint.
+    """The hyperparameters of a `LanguageModel`; stored with every checkpoint.
 
-    By default layers are Llama's, which learn more from as many tokens than those of 2017 (`CLASSICAL`); figures are in
-    docs/language-models.md.
+    By default layers are Llama's, which learn more from the same number of tokens than those of 2017 (`CLASSICAL`);
+    docs/language-models.md has the measurements.
     """
 
     vocabulary: int = setting(MISSING, "size of the vocabulary", at_least=1, at_most=LARGEST, derived="the tokenizer")
@@ -69,7 +69,7 @@ class LanguageConfig(ModelSettings):
 
     @property
     def matrix_numbers(self) -> int:
-        """How many numbers the weight matrices have: all parameters but biases and norms."""
+        """The number of elements in all weight matrices: every parameter except biases and norms."""
         positions = self.max_positions if self.positions == "learned" else 0
         rows = self.vocabulary * (1 if self.embeddings == "tied" else 2) + positions
         return rows * self.d_model + self.numbers_in_layers(self.layers)
@@ -95,7 +95,7 @@ class LanguageModel(SingleStack):
         self.register_load_state_dict_post_hook(tie)  # type: ignore[no-untyped-call]
 
     def tied(self) -> list[tuple[nn.Module, nn.Module]]:
-        """Return the modules that share a weight: which takes it, and whose it is."""
+        """Return pairs (module, source) of modules that share a weight: the module takes that of the source."""
         return [(self.output, self.embedding.tokens)] if self.config.embeddings == "tied" else []
 
     def forward(self, ids: Tensor, lengths: Tensor | Layout) -> Tensor:
@@ -103,11 +103,11 @@ class LanguageModel(SingleStack):
 
         Args:
             ids: int64, packed `[T]` or padded at the end `[B, length]`.
-            lengths: int64 `[B]`, of each document or piece of one; on the CPU, so that nothing waits for the device.
-                Zero is allowed, and so is B = 0. Or their layout, which torch.compile needs.
+            lengths: int64 `[B]`, of each document or piece of one; on the CPU, so that the host never waits for the
+                device. Zero is allowed, and so is B = 0. Or a `Layout`, which torch.compile needs.
 
         Raises:
-            ValueError: ids is of another shape, or a length is beyond what learned positions hold.
+            ValueError: ids has another shape, or a length exceeds the number of learned positions.
         """
         if exported(lengths):
             real = real_of("ids", ids, lengths)
@@ -126,14 +126,14 @@ class LanguageModel(SingleStack):
 def language_model_loss(
     model: LanguageModel, batch: LanguageBatch, label_smoothing: float = 0.0, counted: Tensor | None = None
 ) -> Tensor:
-    """Sum of the cross entropy over the real tokens of a batch, fp32, in nats; padding never takes part.
+    """Return the summed cross entropy of a batch over real tokens, fp32, in nats; padding is excluded.
 
     Args:
         model: may be wrapped (torch.compile, DistributedDataParallel), as long as `model.output` is reachable.
         batch: packed, or padded at the end.
         label_smoothing: share of the probability spread over all classes.
-        counted: int64, the positions of a packed batch whose predictions count, on its device; the others are read
-            only, and never projected. None: all.
+        counted: int64, the positions of a packed batch whose predictions count, on the device of the batch; other
+            positions are context and not projected. None: all.
     """
     (layout,) = layouts_of(batch, "lengths")
     hidden, target = model(batch.ids_in, layout), batch.ids_out

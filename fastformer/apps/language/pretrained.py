@@ -1,4 +1,4 @@
-"""Decoders of transformers as language models: GPT-2, and Llama with those that followed it."""
+"""Convert decoders of transformers to language models: GPT-2, Llama, Qwen2, Qwen3 and Mistral; GPT-2 also back."""
 
 from typing import Any
 
@@ -26,12 +26,12 @@ _GPT2 = {
     "decoder.norm.bias": "transformer.ln_f.bias",
     "output.weight": "lm_head.weight",
 }
-_QKV = "model.layers.{{n}}.self_attn.{x}_proj.{part}"
+_QKV = "model.layers.{{n}}.self_attn.{x}_proj.{kind}"
 _LLAMA = {
     "embedding.tokens.weight": "model.embed_tokens.weight",
     **{
-        f"decoder.layers.{{n}}.self_attn.in_proj_{part}": " ".join(_QKV.format(x=x, part=part) for x in "qkv")
-        for part in ("weight", "bias")
+        f"decoder.layers.{{n}}.self_attn.in_proj_{kind}": " ".join(_QKV.format(x=x, kind=kind) for x in "qkv")
+        for kind in ("weight", "bias")
     },
     "decoder.layers.{n}.self_attn.q_norm.weight": "model.layers.{n}.self_attn.q_norm.weight",
     "decoder.layers.{n}.self_attn.k_norm.weight": "model.layers.{n}.self_attn.k_norm.weight",
@@ -77,7 +77,7 @@ def _gpt2(c: Reader) -> dict[str, Any]:
 
 
 def _gpt2_configuration(c: LanguageConfig) -> dict[str, Any]:
-    activations = {ours: theirs for theirs, ours in ACTIVATIONS.items()}
+    activations = {name: hf_name for hf_name, name in ACTIVATIONS.items()}
     rates = {"embd_pdrop": c.embedding_dropout, "attn_pdrop": c.attention_dropout}
     return {
         "vocab_size": c.vocabulary,
@@ -97,8 +97,8 @@ def _gpt2_configuration(c: LanguageConfig) -> dict[str, Any]:
     }
 
 
-def _llama(c: Reader) -> dict[str, Any]:
-    """What Llama and those that followed it have in common."""
+def _llama_family(c: Reader) -> dict[str, Any]:
+    """Return the settings that Llama, Qwen and Mistral have in common."""
     return {
         "vocabulary": c.vocab_size,
         "d_model": c.hidden_size,
@@ -120,23 +120,23 @@ def _llama(c: Reader) -> dict[str, Any]:
     }
 
 
-def _llama_own(c: Reader) -> dict[str, Any]:
+def _llama(c: Reader) -> dict[str, Any]:
     if c.attention_bias != c.mlp_bias:
         raise c.refuse("attention_bias", c.attention_bias, f"that of mlp_bias, {c.mlp_bias}")
-    return {**_llama(c), "bias": c.attention_bias}
+    return {**_llama_family(c), "bias": c.attention_bias}
 
 
 def _qwen2(c: Reader) -> dict[str, Any]:
-    return {**_llama(c), "qkv_bias": True, "window": _window_of_layers(c)}
+    return {**_llama_family(c), "qkv_bias": True, "window": _window_of_layers(c)}
 
 
 def _qwen3(c: Reader) -> dict[str, Any]:
-    c.require(attention_bias=False, rms_norm_eps=1e-6)  # the eps of our norms of heads
-    return {**_llama(c), "qk_norm": True, "window": _window_of_layers(c)}
+    c.require(attention_bias=False, rms_norm_eps=1e-6)  # the eps of q_norm and k_norm in fastformer
+    return {**_llama_family(c), "qk_norm": True, "window": _window_of_layers(c)}
 
 
 def _mistral(c: Reader) -> dict[str, Any]:
-    return {**_llama(c), "window": _window(c.sliding_window)}
+    return {**_llama_family(c), "window": _window(c.sliding_window)}
 
 
 def _embeddings(c: Reader) -> str:
@@ -144,7 +144,7 @@ def _embeddings(c: Reader) -> str:
 
 
 def _window(tokens: int | None) -> int | None:
-    """Theirs counts the token itself."""
+    """Return the window without the token itself, which transformers counts."""
     return None if tokens is None else tokens - 1
 
 
@@ -160,34 +160,35 @@ def _window_of_layers(c: Reader) -> int | None:
 def _rotary(c: Reader) -> dict[str, Any]:
     rope = dict(c.rope_parameters)
     kind = rope.pop("rope_type", "default")
-    rope.pop("type", None)  # the name of old
-    found: dict[str, Any] = {"positions": "rotary", "rotary_theta": float(rope.pop("rope_theta"))}
+    rope.pop("type", None)  # the older name of rope_type
+    settings: dict[str, Any] = {"positions": "rotary", "rotary_theta": float(rope.pop("rope_theta"))}
     if kind in ("linear", "llama3"):
-        found["rotary_scaling"] = float(rope.pop("factor"))
+        settings["rotary_scaling"] = float(rope.pop("factor"))
     elif kind != "default":
         raise c.refuse("rope_type", kind, "default, linear or llama3")
     if kind == "llama3":
-        found["rotary_original"] = rope.pop("original_max_position_embeddings")
+        settings["rotary_original"] = rope.pop("original_max_position_embeddings")
         for name, value in (("low_freq_factor", 1.0), ("high_freq_factor", 4.0)):
-            if (given := rope.pop(name)) != value:
-                raise c.refuse(f"rope_parameters[{name!r}]", given, repr(value))
+            if (factor := rope.pop(name)) != value:
+                raise c.refuse(f"rope_parameters[{name!r}]", factor, repr(value))
     if rope.pop("partial_rotary_factor", 1.0) != 1.0 or rope:
         raise c.refuse("rope_parameters", c.rope_parameters, "without more than what is known")
-    return found
+    return settings
 
 
 _SUMMARY = frozenset(
     f"summary_{name}" for name in ("type", "use_proj", "activation", "proj_to_labels", "first_dropout")
 )
 _LENGTHS = frozenset({"max_position_embeddings"})
-_SLIDING = _LENGTHS | {"use_sliding_window", "sliding_window", "max_window_layers"}  # they make layer_types
+# transformers computes layer_types from these.
+_SLIDING = _LENGTHS | {"use_sliding_window", "sliding_window", "max_window_layers"}
 
 ARCHITECTURES = {
     "GPT2LMHeadModel": Architecture(
         LanguageModel, LanguageConfig, _gpt2, _GPT2, idle=_SUMMARY, configuration=_gpt2_configuration
     ),
     "LlamaForCausalLM": Architecture(
-        LanguageModel, LanguageConfig, _llama_own, _LLAMA, idle=_LENGTHS | {"head_dim", "pretraining_tp"}
+        LanguageModel, LanguageConfig, _llama, _LLAMA, idle=_LENGTHS | {"head_dim", "pretraining_tp"}
     ),
     "Qwen2ForCausalLM": Architecture(LanguageModel, LanguageConfig, _qwen2, _LLAMA, idle=_SLIDING),
     "Qwen3ForCausalLM": Architecture(LanguageModel, LanguageConfig, _qwen3, _LLAMA, idle=_SLIDING | {"head_dim"}),

@@ -1,4 +1,7 @@
-"""Runs of language models, and what loads and evaluates them; `fastformer.apps.runs.folder` has the folder."""
+"""Training runs of language models, and functions that load and evaluate them.
+
+`fastformer.apps.runs.folder` describes the files of a run folder.
+"""
 
 import os
 from collections.abc import Iterable, Mapping
@@ -27,8 +30,8 @@ from fastformer.settings import check_value
 class LanguageTrainConfig(TrainConfig):
     """`TrainConfig` with defaults for language models.
 
-    No smoothing, which perplexity punishes, and a rate that falls to its minimum at the end of the budget;
-    docs/language-models.md has the figures of other settings.
+    No label smoothing, which raises perplexity, and a learning rate that falls until the end of the budget;
+    docs/language-models.md has measurements of other settings.
     """
 
     schedule: str = inherited(TrainConfig, "schedule", default="cosine")
@@ -57,8 +60,8 @@ APPLICATION = Application(
 )
 
 
-def _writes_unknown(corpus: TextCorpus) -> bool:
-    """Return whether rare words are <unk> in the text, as in WikiText: it needs a word list, not pieces."""
+def _contains_unk(corpus: TextCorpus) -> bool:
+    """Return whether the text has <unk> for rare words, as WikiText does: it needs a word list, not pieces."""
     return any(UNK in line.split() for line in corpus.lines)
 
 
@@ -79,7 +82,7 @@ class LanguageRun(Run):
 
     def chosen_data(self, given: Given) -> dict[str, Any]:
         stated = {"tokenizer", "vocabulary", "character_coverage"} & given["data"].keys()
-        if not stated and self.train_config.metric != "word_perplexity" and _writes_unknown(self.corpora["train"]):
+        if not stated and self.train_config.metric != "word_perplexity" and _contains_unk(self.corpora["train"]):
             return {"tokenizer": "words"}
         return super().chosen_data(given)
 
@@ -119,7 +122,7 @@ class LanguageRun(Run):
         if train.batch_sentences is not None:
             raise ValueError("batch_sentences is for translation; give batch_tokens, or columns and context")
         if data.stream == "documents" and train.batch_tokens < data.context:
-            raise ValueError(f"batch_tokens ({train.batch_tokens}) must have room for context ({data.context})")
+            raise ValueError(f"batch_tokens ({train.batch_tokens}) must be at least context ({data.context})")
 
     def fingerprinted(self) -> Iterable[bytes]:
         yield from (self.encoded.documents.ids.tobytes(), self.encoded.documents.offsets.tobytes())
@@ -139,9 +142,9 @@ class LanguageRun(Run):
         computed = self.computed(self.data)
 
         def score(model: LanguageModel, indices: NDArray[np.int64]) -> dict[str, float]:
-            found = held_out.perplexity(model, indices)
-            values = {"loss": found.nats / found.tokens, "perplexity": found.per_token}
-            return values | ({"word_perplexity": found.per_word} if "word_perplexity" in computed else {})
+            result = held_out.perplexity(model, indices)
+            values = {"loss": result.nats / result.tokens, "perplexity": result.per_token}
+            return values | ({"word_perplexity": result.per_word} if "word_perplexity" in computed else {})
 
         return Validation(len(held_out.pieces), score)
 
@@ -149,16 +152,16 @@ class LanguageRun(Run):
 def load_language_model(
     folder: Path | str, checkpoint: str = "best", device: torch.device | str = "cpu"
 ) -> tuple[LanguageModel, Tokenizer, LanguageDataConfig]:
-    """Load a run's model, in evaluation mode, with its tokenizer and the settings that it reads text with.
+    """Load a run's model in evaluation mode, the tokenizer, and the data settings.
 
     Args:
-        folder: of the run.
+        folder: the run folder.
         checkpoint: "best" (by validation), "last" or "average".
-        device: of the model.
+        device: where the model is loaded.
 
     Raises:
         FileNotFoundError: there is no such run.
-        ValueError: the run is of another kind, or this machine cannot hold the model.
+        ValueError: the run is of another kind, or the model exceeds this machine's memory.
         fastformer.apps.train.CheckpointError: there is no such checkpoint, or it is damaged.
     """
     model = APPLICATION.load_for_inference(folder, checkpoint, device)
@@ -167,9 +170,9 @@ def load_language_model(
 
 
 def load_generator(folder: Path | str, checkpoint: str = "best", device: torch.device | str = "cpu") -> TextGenerator:
-    """Load a run's model and tokenizer, ready to write.
+    """Load a run's model and tokenizer as a text generator.
 
-    Texts of a stream's model begin after an end of line, because it has never read bos. Arguments and errors as
+    With stream=columns, texts begin after eos, because the model has never read bos. Arguments and errors as in
     `load_language_model`.
     """
     model, tokenizer, data = load_language_model(folder, checkpoint, device)
@@ -180,18 +183,18 @@ def load_generator(folder: Path | str, checkpoint: str = "best", device: torch.d
 def complete_run(trainer: Trainer, tokenizer: Tokenizer, context: int, stream: str = "documents") -> None:
     """Write tokenizer and config.toml into a `Trainer`'s folder, which `load_generator` and every command then open.
 
-    Call it before or after `fit`, in all processes. The folder does not know the text, so the run goes on in Python
-    only, and `fastformer evaluate` needs `--source`.
+    Call it before or after `fit`, in all processes. The folder does not name the text: only Python can continue the
+    run, and `fastformer evaluate` needs `--source`.
 
     Args:
-        trainer: of a `LanguageModel`.
-        tokenizer: of its text.
-        context: most tokens that the model looks back on, itself counted.
+        trainer: the trainer of a `LanguageModel`.
+        tokenizer: the tokenizer of the text.
+        context: most tokens that a prediction depends on.
         stream: "documents", each between bos and eos, or "columns", as the model was trained.
 
     Raises:
-        TypeError: the trainer's model is another one.
-        ValueError: the model does not fit the tokenizer or context its positions, or there is no such stream.
+        TypeError: the trainer's model is not a `LanguageModel`.
+        ValueError: the model does not fit the tokenizer, context exceeds the model's positions, or stream is unknown.
     """
     check_value("stream", stream, str, choices=STREAMS)
     config, data = getattr(trainer.model, "config", None), {"context": context, "stream": stream}
@@ -211,8 +214,8 @@ def evaluate_text(
 
     Args:
         folder, checkpoint, device: as in `load_language_model`.
-        split: part of the run's data, or a file.
-        overlap: how many tokens before it each window reads again; see `fastformer.apps.language.evaluation`.
+        split: the run's test or validation text, or a file.
+        overlap: how many tokens each window reads again from before it; see `fastformer.apps.language.evaluation`.
 
     Raises:
         FileNotFoundError, ValueError, fastformer.apps.train.CheckpointError: see `load_language_model`,

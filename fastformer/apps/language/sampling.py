@@ -1,7 +1,7 @@
 """Sampling from a language model: the choice of the next token, and the loop that continues prompts.
 
 A text depends on its prompt, the options and the seed, not on the other prompts of its batch (up to the last bits of
-the logits): each text draws one number a token from a stream of its own, seeded by the seed, the prompt, and how often
+the logits): each text draws one number a token from a separate stream, seeded by the seed, the prompt, and how often
 the prompt occurred before.
 
 Letters: B rows, V vocabulary.
@@ -28,7 +28,7 @@ _DRAWN = {"draws": "a temperature above 0"}
 
 
 class SamplingOptions(Settings):
-    """How to go on; each setting is described by its help text."""
+    """Options of sampling; the help text of each setting describes it."""
 
     max_new_tokens: int = setting(100, "at most this many tokens after the prompt", at_least=1)
     min_new_tokens: int = setting(0, "at least this many tokens before the end", at_least=0, at_most="max_new_tokens")
@@ -49,7 +49,7 @@ class SamplingOptions(Settings):
 
     @property
     def draws(self) -> str:
-        """Describe whether tokens are drawn."""
+        """Whether tokens are drawn, in words."""
         return "a temperature above 0" if self.temperature > 0 else "temperature 0"
 
 
@@ -63,24 +63,24 @@ def choose_ids(
 
     1. `forbidden` ids are ruled out.
     2. Temperature 0: the largest logit, the lowest id among equals; done. Else logits are divided by the temperature.
-    3. top-k (Fan et al. 2018): the k largest logits stay.
-    4. top-p (Holtzman et al. 2020): of softmax over what stayed, the smallest set whose mass is at least p stays.
-       Both keep exactly as many as they must: among equals, the lowest ids.
-    5. The first id, in order of ids, at which the cumulative probability of what stayed exceeds `uniform` (fp64 sums:
-       in fp32 the rare words of a large vocabulary would round to nothing).
+    3. top-k (Fan et al. 2018): the k largest logits remain.
+    4. top-p (Holtzman et al. 2020): of softmax over them, the smallest set whose mass is at least p remains.
+       Both steps keep no more ids than necessary: among equals, the lowest ones.
+    5. The first id, in order of ids, at which the cumulative probability of the set exceeds `uniform` (fp64 sums: in
+       fp32 the rare words of a large vocabulary would round to nothing).
 
     Args:
         logits: `[B, V]`; not changed.
-        options: temperature, top_k and top_p matter here.
+        options: temperature, top_k and top_p are used.
         uniform: fp64 `[B]` in [0, 1); not needed for temperature 0.
-        forbidden: ids.
+        forbidden: ids that must not be chosen.
 
     Returns:
         int64 `[B]`.
 
     Raises:
         ValueError: uniform is missing.
-        FloatingPointError: the logits of a row hold NaN, or nothing may follow.
+        FloatingPointError: the logits of a row hold NaN, or no id is allowed.
     """
     limits = torch.finfo(torch.float32)
     logits = logits.float().clone()
@@ -93,7 +93,7 @@ def choose_ids(
         return ids.squeeze(1)
     if uniform is None:
         raise ValueError("uniform must be given unless the temperature is 0")
-    # Away from the largest first, so that no score overflows; beyond the limits, 0 / 0 and inf / inf would be NaN.
+    # The largest is subtracted first, so that no score overflows; beyond the limits, 0 / 0 and inf / inf would be NaN.
     logits = (logits - best) / min(max(options.temperature, limits.tiny), limits.max)
     V = logits.shape[-1]
     if options.top_k and options.top_k < V:
@@ -104,7 +104,7 @@ def choose_ids(
         p = p.masked_fill(~_largest(p, *_nucleus(p, options.top_p)), 0.0)
     cumulative = p.cumsum(-1, dtype=torch.float64)
     total = cumulative[:, -1:]
-    # Below the total even where the product is rounded up to it: the id found has a probability above 0.
+    # Below the total even where the product is rounded up to it: the chosen id has a probability above 0.
     drawn = torch.minimum(uniform[:, None] * total, total.nextafter(torch.zeros_like(total)))
     return torch.searchsorted(cumulative, drawn, right=True).squeeze(1)
 
@@ -132,24 +132,24 @@ def _largest(x: Tensor, ranked: Tensor, counts: Tensor) -> Tensor:
 
 
 class RandomStreams:
-    """Makes a stream of random numbers for each prompt, of the seed, the prompt, and how often it occurred before."""
+    """Makes a generator for each prompt, seeded by the seed, the prompt, and how often the prompt occurred before."""
 
     def __init__(self, seed: int | None) -> None:
         self._seed = secrets.randbits(63) if seed is None else seed
         self._copies: Counter[tuple[int, ...]] = Counter()
 
     def take(self, prompts: Sequence[Sequence[int]]) -> list[np.random.Generator]:
-        """Return the streams of the next prompts."""
+        """Return the generators of the next prompts."""
         streams = []
         for prompt in map(tuple, prompts):
-            # With the length, because numpy takes entropy that ends in zeros for the same without them.
+            # The length is included because numpy ignores zeros at the end of the entropy.
             streams.append(np.random.default_rng((self._seed, self._copies[prompt], len(prompt), *prompt)))
             self._copies[prompt] += 1
         return streams
 
 
 def random_streams(prompts: Sequence[Sequence[int]], seed: int | None) -> list[np.random.Generator]:
-    """Return the `RandomStreams` of all prompts."""
+    """Return a random generator for each prompt; see `RandomStreams`."""
     return RandomStreams(seed).take(prompts)
 
 
@@ -165,18 +165,18 @@ def sample(
     """Continue prompts in one batch; texts that ended leave it.
 
     Args:
-        model: runs in evaluation mode, and is in its own mode again whenever this yields.
+        model: runs in evaluation mode; its previous mode is restored before each yield.
         prompts: ids, at least one each.
         options: how to choose, and when to end.
         context: the most tokens that the model reads at a time; see `fastformer.apps.language.window`.
-        streams: of each prompt, from `random_streams`.
-        unk_id: the unknown token, ruled out unless options.allow_unk. pad and bos always are.
+        streams: a generator for each prompt, from `random_streams`.
+        unk_id: the unknown token, forbidden unless options.allow_unk. pad and bos are always forbidden.
 
     Yields:
-        For every token, (index of its prompt, its id) of the texts still in progress; the last id may be eos.
+        For every step, (index of the prompt, id) of each unfinished text; the last id of a text may be eos.
 
     Raises:
-        ValueError: a prompt is empty, or context is not what the model can read.
+        ValueError: a prompt is empty, or context is below 1 or exceeds the number of learned positions.
         FloatingPointError: the model gives NaN.
     """
     c = model.config
@@ -193,15 +193,15 @@ def sample(
         (uniform,) = send(logits.device, drawn)
         forbidden = special | ({c.eos_id} if t < options.min_new_tokens else set())
         ids = choose_ids(logits, options, uniform, sorted(forbidden))
-        found = ids.tolist()
-        yield list(zip(active, found, strict=True))
-        rows = [row for row, i in enumerate(found) if not (options.stop_at_eos and i == c.eos_id)]
+        chosen = ids.tolist()
+        yield list(zip(active, chosen, strict=True))
+        rows = [row for row, i in enumerate(chosen) if not (options.stop_at_eos and i == c.eos_id)]
         if not rows or t + 1 == options.max_new_tokens:
             return
-        if len(rows) < len(found):
-            (kept,) = send(ids.device, torch.tensor(rows, device="cpu"))
-            state.keep(kept)
-            ids, active, streams = ids[kept], [active[row] for row in rows], [streams[row] for row in rows]
+        if len(rows) < len(chosen):
+            (unfinished,) = send(ids.device, torch.tensor(rows, device="cpu"))
+            state.keep(unfinished)
+            ids, active, streams = ids[unfinished], [active[row] for row in rows], [streams[row] for row in rows]
         with evaluation(modules):
             logits = state.step(ids)
 

@@ -1,4 +1,4 @@
-"""Text to text with a language model: a prompt in, what follows it out, at once or piece by piece."""
+"""Continue text prompts with a language model, as whole texts or piece by piece."""
 
 import logging
 from collections.abc import Iterable, Iterator, Sequence
@@ -16,26 +16,25 @@ from fastformer.settings import check_value
 logger = logging.getLogger("fastformer")
 
 _LISTED = 10  # unknown words in a warning
-_INCOMPLETE = "\ufffd"  # what a tokenizer shows for the first bytes of a character whose others are yet to come
+_INCOMPLETE = "\ufffd"  # what a tokenizer decodes the first bytes of an incomplete character to
 
 
 class TextGenerator:
     """A language model with its tokenizer.
 
-    The returned text is what follows the prompt, with a space in front where it begins a new word. An empty prompt
-    leaves everything to the model. New lines in a prompt are read as eos, and eos is written as a new line where the
-    options let the text go on.
+    The returned text follows the prompt, and begins with a space if it begins a new word. Prompts may be empty. New
+    lines in a prompt are read as eos. Eos is written as a new line if the options let the text go on.
 
     Args:
-        model: runs in evaluation mode and without gradients; its own mode is restored.
-        tokenizer: the one that it was trained with.
-        context: the number of positions that it was trained with; it never reads more (see
+        model: runs in evaluation mode and without gradients; its previous mode is restored.
+        tokenizer: the tokenizer that the model was trained with.
+        context: the number of positions that the model was trained with, and the most tokens that it reads (see
             `fastformer.apps.language.window`).
-        first_id: what stands before every prompt; bos if None. A model that was trained on a stream without bos knows
-            eos as what comes before a line.
+        first_id: the id before every prompt; None: bos. Models that were trained on a stream without bos need eos,
+            which precedes each line there.
 
     Raises:
-        ValueError: the tokenizer does not belong to the model, or context is not what it can read.
+        ValueError: the tokenizer does not belong to the model, or context is below 1 or exceeds learned positions.
     """
 
     def __init__(
@@ -50,7 +49,7 @@ class TextGenerator:
     def generate(
         self, prompts: Sequence[str], options: SamplingOptions | None = None, batch_size: int = 32
     ) -> list[str]:
-        """Continue prompts; the same prompt given twice goes on differently, unless the temperature is 0.
+        """Continue prompts; equal prompts get different texts, unless the temperature is 0.
 
         Args:
             prompts: plain text; words that the model does not know and prompts beyond its context give a warning.
@@ -63,7 +62,7 @@ class TextGenerator:
             FloatingPointError: the model gives NaN.
         """
         check_texts("prompts", prompts)
-        # Rows of the same length take the shortest way through attention.
+        # Attention is fastest for rows of the same length.
         order = sorted(range(len(prompts)), key=lambda i: -len(prompts[i]))
         texts = self.generate_each([prompts[i] for i in order], options, batch_size)
         return [text for _, text in sorted(zip(order, texts, strict=True))]
@@ -73,29 +72,29 @@ class TextGenerator:
     ) -> Iterator[str]:
         """Yield the texts that `generate` returns, each once it and those before it are finished.
 
-        Prompts are read in batches and in order, a batch when its first text is asked for. Arguments and errors as in
+        Prompts are read in batches and in order, a batch when its first text is requested. Arguments and errors as in
         `generate`.
         """
         check_texts("prompts", prompts)
         check_value("batch_size", batch_size, int, at_least=1)
-        return self._each(iter(prompts), options or SamplingOptions(), batch_size)  # so that errors come at once
+        return self._batches(iter(prompts), options or SamplingOptions(), batch_size)  # errors are raised above
 
-    def _each(self, prompts: Iterator[str], options: SamplingOptions, batch_size: int) -> Iterator[str]:
+    def _batches(self, prompts: Iterator[str], options: SamplingOptions, batch_size: int) -> Iterator[str]:
         streams, eos = RandomStreams(options.seed), self.tokenizer.eos_id
         while batch := list(islice(prompts, batch_size)):
-            read = self.encode(batch)
-            found: list[list[int]] = [[] for _ in read]
-            ended, given = [False] * len(read), 0
-            steps = sample(self.model, read, options, self.context, streams.take(read), self.tokenizer.unk_id)
+            encoded = self.encode(batch)
+            generated: list[list[int]] = [[] for _ in encoded]
+            ended, yielded = [False] * len(encoded), 0
+            steps = sample(self.model, encoded, options, self.context, streams.take(encoded), self.tokenizer.unk_id)
             for step in steps:
                 for row, token in step:
-                    found[row].append(token)
+                    generated[row].append(token)
                     ended[row] = options.stop_at_eos and token == eos
-                while given < len(read) and ended[given]:
-                    yield self._text(read[given], found[given][:-1])
-                    given += 1
-            for row in range(given, len(read)):
-                yield self._text(read[row], found[row][:-1] if ended[row] else found[row])
+                while yielded < len(encoded) and ended[yielded]:
+                    yield self._text(encoded[yielded], generated[yielded][:-1])
+                    yielded += 1
+            for row in range(yielded, len(encoded)):
+                yield self._text(encoded[row], generated[row][:-1] if ended[row] else generated[row])
 
     def stream(self, prompt: str, options: SamplingOptions | None = None) -> Iterator[str]:
         """Continue one prompt piece by piece; joined, the pieces are what `generate` returns.
@@ -106,17 +105,17 @@ class TextGenerator:
             raise TypeError(f"prompt must be a string, not {type(prompt).__name__}")
         options = options or SamplingOptions()
         [ids] = self.encode([prompt])
-        return self._stream(ids, options)  # so that warnings come before the first piece
+        return self._stream(ids, options)  # warnings come before the first piece
 
     def _stream(self, ids: list[int], options: SamplingOptions) -> Iterator[str]:
         eos, decode = self.tokenizer.eos_id, self.tokenizer.decode
         line = self._lines(ids)[-1]  # the last line so far; spaces and quotation marks depend on the tokens before
-        given = len(decode(line))  # characters of the line that were given out
+        yielded = len(decode(line))  # characters of the line
         streams = random_streams([ids], options.seed)
         for [(_, token)] in sample(self.model, [ids], options, self.context, streams, self.tokenizer.unk_id):
             if token == eos:
-                rest = decode(line)[given:]
-                line, given = [], 0
+                rest = decode(line)[yielded:]
+                line, yielded = [], 0
                 if options.stop_at_eos:
                     if rest:
                         yield rest
@@ -126,10 +125,10 @@ class TextGenerator:
             line.append(token)
             text = decode(line)
             end = len(text.rstrip(_INCOMPLETE))
-            if end > given:
-                yield text[given:end]
-                given = end
-        if rest := decode(line)[given:]:
+            if end > yielded:
+                yield text[yielded:end]
+                yielded = end
+        if rest := decode(line)[yielded:]:
             yield rest
 
     def unknown_words(self, prompt: str) -> list[str]:
@@ -168,7 +167,7 @@ class TextGenerator:
         return whole[len(before) :]
 
     def _lines(self, ids: list[int]) -> list[list[int]]:
-        """Split ids, without the first of them, at each eos."""
+        """Split ids at each eos, without the first id."""
         lines: list[list[int]] = [[]]
         for i in ids[1:]:
             if i == self.tokenizer.eos_id:
@@ -181,12 +180,12 @@ class TextGenerator:
 def attend_text(generator: TextGenerator, text: str) -> AttentionMaps:
     """Compute every attention weight of a language model that reads a text.
 
-    Row t is where the model looked when it had read token t, and was about to predict the next one.
+    Row t has the weights with which the token after token t is predicted.
 
     Args:
-        generator: a model with its tokenizer and its context; of a longer text, the last tokens are read, with a
+        generator: the model, its tokenizer and its context; of a longer text, the last tokens are read, with a
             warning.
-        text: read as a prompt of `TextGenerator` is; an empty one leaves what stands before every text.
+        text: read like a prompt of `TextGenerator`; an empty text is `first_id` alone.
     """
     [ids] = generator.encode([text])
     ids = ids[-generator.context :]

@@ -1,4 +1,4 @@
-"""Attention maps: every attention weight for a text, and the figures of one head, a layer's heads, or all layers.
+"""Attention maps: every attention weight for a text, and figures of one head, the heads of a layer, or all layers.
 
 Letters: L layers, H heads, T query positions (of a translation: of the target), S key positions (of the source).
 """
@@ -19,14 +19,14 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 _BAR = (0.0, 0.2, 0.4, 0.6, 0.8, 1.0)  # numbers on the colour bar
-_LARGEST = 24.0  # inches of all panels of a grid side by side, as long as that leaves each its least
+_MOST_INCHES = 24.0  # of a grid's panels in one direction, unless a panel would be smaller than its minimum
 
 
-class Reader(Protocol):
-    """A model that reads one sequence: of our applications, language models and classifiers."""
+class SequenceModel(Protocol):
+    """A model of one sequence, such as language models and classifiers of fastformer."""
 
     def parameters(self) -> Iterator[nn.Parameter]:
-        """Return its parameters."""
+        """Return the parameters of the model."""
         ...
 
     def attention_maps(self, ids: Tensor) -> Tensor:
@@ -39,11 +39,11 @@ class AttentionMaps:
     """Every weight of one kind of attention.
 
     Attributes:
-        title: the begin of a figure's title, and its end.
-        weights: `[L, H, T, S]`, on the CPU; row t is how query t spreads over the keys.
-        keys: the S tokens that are looked at.
-        queries: the T tokens that look.
-        axis_names: of the keys and of the queries.
+        title: the beginning and the end of a figure's title.
+        weights: `[L, H, T, S]`, on the CPU; row t has the weights of query t over the keys.
+        keys: the S tokens of the keys.
+        queries: the T tokens of the queries.
+        axis_names: names for the keys and for the queries.
     """
 
     title: tuple[str, str]
@@ -67,30 +67,30 @@ class AttentionMaps:
         layer = layers if layer is None else layer
         _check_choice("layer", layer, layers, ("all",))
         _check_choice("head", head, heads, ("all", "mean"))
-        which = "all layers" if layer == "all" else f"layer {layer}"
+        selection = "all layers" if layer == "all" else f"layer {layer}"
         if head != "all":
             panel_names.remove("head")
-            which += f", mean of {heads} heads" if head == "mean" else f", head {head}"
+            selection += f", mean of {heads} heads" if head == "mean" else f", head {head}"
             weights = weights.mean(1) if head == "mean" else weights[:, head - 1]
         if layer != "all":
             panel_names.remove("layer")
             weights = weights[layer - 1]
-        what, text = self.title
-        title = f"{what}, {which}: {text}"
+        begin, end = self.title
+        title = f"{begin}, {selection}: {end}"
         return plot_attention(weights, self.keys, self.queries, title, self.axis_names, panel_names)
 
 
-def attend_ids(model: Reader, ids: Sequence[int], tokens: Sequence[str], text: str = "") -> AttentionMaps:
-    """Compute every attention weight of a model that reads one sequence.
+def attend_ids(model: SequenceModel, ids: Sequence[int], tokens: Sequence[str], text: str = "") -> AttentionMaps:
+    """Compute every attention weight of a model for one sequence.
 
     Args:
-        model: call `.eval()` first, or dropout takes some weights away.
-        ids: of the sequence.
-        tokens: what to call them.
-        text: for the title; empty: the tokens.
+        model: call `.eval()` first, or dropout sets some weights to 0.
+        ids: the ids of the sequence.
+        tokens: a name for each id.
+        text: the text in the title; empty: the tokens.
 
     Raises:
-        ValueError: there is no token, not a name for each, or more than learned positions hold.
+        ValueError: there is no id, tokens has another length, or the ids exceed the number of learned positions.
     """
     if not len(ids) or len(ids) != len(tokens):
         raise ValueError(f"ids and tokens must be equally many and at least one, not {len(ids)} and {len(tokens)}")
@@ -107,20 +107,20 @@ def plot_attention(
     axis_names: tuple[str, str] = ("source token", "target token"),
     panel_names: Sequence[str] | None = None,
 ) -> "Figure":
-    """Draw attention maps, side by side on one scale from 0 to 1; row t is how query t spreads over the keys.
+    """Draw attention maps, side by side on one scale from 0 to 1; row t has the weights of query t over the keys.
 
-    Where a panel is too small for all labels, it has every n-th.
+    If a panel is too small for all labels, every n-th is drawn.
 
     Args:
         weights: one map `[T, S]`; maps `[H, T, S]`; or rows of maps `[L, H, T, S]`.
         source_tokens: the S keys.
         target_tokens: the T queries.
-        title: of the figure.
-        axis_names: of the keys and of the queries; for a self-attention, say.
-        panel_names: of the dimensions before `[T, S]`; None: "layer" and "head", or "head".
+        title: the title of the figure.
+        axis_names: names for the keys and for the queries.
+        panel_names: names for the dimensions before `[T, S]`; None: "layer" and "head", or "head".
 
     Raises:
-        ValueError: the shape of weights is not that of the tokens.
+        ValueError: the shape of weights does not match the numbers of tokens.
     """
     tokens = [len(target_tokens), len(source_tokens)]
     if not 2 <= weights.dim() <= 4 or list(weights.shape[-2:]) != tokens or 0 in weights.shape:
@@ -134,9 +134,9 @@ def plot_attention(
     columns = sizes[1] if len(sizes) == 2 else math.ceil(count / math.isqrt(count))
     rows = math.ceil(count / columns)
     across, down = (0.32, 0.28) if count == 1 else (0.22, 0.2)  # inches a token
-    width = min(max(across * tokens[1], 1.6), max(1.6, _LARGEST / columns))
-    height = min(max(down * tokens[0], 1.4), max(1.4, min(_LARGEST / rows, 2 * width)))
-    # Beside the panels: the labels, the name of the axis and the colour bar; above each, its name.
+    width = min(max(across * tokens[1], 1.6), max(1.6, _MOST_INCHES / columns))
+    height = min(max(down * tokens[0], 1.4), max(1.4, min(_MOST_INCHES / rows, 2 * width)))
+    # Beside the panels: the labels, the name of the axis and the colour bar; above each panel, the panel's name.
     figure = new_figure(
         columns * (width + 0.1) + label_inches(target_tokens) + 1.6,
         rows * (height + 0.3) + label_inches(source_tokens) + 0.9,
@@ -154,8 +154,8 @@ def plot_attention(
     figure.supxlabel(axis_names[0], fontsize=size)
     figure.supylabel(axis_names[1], fontsize=size)
     set_title(figure, title)
-    # As thick as a line of text is high, whatever the height of the figure. Its numbers are fixed: matplotlib chooses
-    # them after the layout, and "0.25", where the layout has seen "0.2", pushed the label over the edge.
+    # As thick as a line of text is high, whatever the height of the figure. The ticks are fixed: matplotlib chooses
+    # ticks after the layout, and "0.25", where the layout had "0.2", pushed the label over the edge.
     bar = figure.colorbar(
         image, ax=panels, fraction=0.03, pad=0.02, aspect=max(20, 4 * figure.get_figheight()), ticks=_BAR, format="%.1f"
     )

@@ -1,4 +1,4 @@
-"""What all figures share: size, title, labels and files.
+"""Shared by all figures: size, title, labels and files.
 
 Tokens, sentences and names of runs may hold dollar signs (which begin a formula), line ends, and characters that no
 installed font can draw. Lengths are inches, at the font sizes used here.
@@ -21,10 +21,10 @@ if TYPE_CHECKING:
 _FORMATS = (".png", ".pdf", ".svg")
 DPI = 120
 LONGEST = 24  # characters of a token's label
-_INCHES_PER_LINE = 0.14  # of small text, so that neighbours do not touch
+_INCHES_PER_LINE = 0.14  # of small text, so that adjacent labels do not touch
 _INCHES_PER_CHARACTER = 0.085  # of small text, on average
 _CHARACTERS_PER_INCH = 9.0  # of a title
-# matplotlib brings the first. Of the others, those that are installed draw Chinese, Japanese, Korean and emoji.
+# matplotlib includes the first font. The rest draw Chinese, Japanese, Korean and emoji, if installed.
 _FONTS = (
     "DejaVu Sans",
     "Noto Sans CJK JP",
@@ -42,7 +42,7 @@ _FONTS = (
 
 
 def figure_format(path: Path | str) -> str:
-    """Return the format that a figure's file name asks for.
+    """Return the format of a figure by the file name.
 
     Raises:
         ValueError: the name does not end in .png, .pdf or .svg.
@@ -54,10 +54,12 @@ def figure_format(path: Path | str) -> str:
 
 
 def save(figure: "Figure", path: Path | str) -> Path:
-    """Write a figure as PNG, PDF or SVG by its name, whole or not at all, and return its path; folders are made.
+    """Write a figure as PNG, PDF or SVG, by the file name, and return the path; folders are created.
+
+    The file is written completely or not at all.
 
     Raises:
-        ValueError: the name ends otherwise.
+        ValueError: the name does not end in .png, .pdf or .svg.
     """
     path, kind = Path(path), figure_format(path)
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -85,24 +87,24 @@ def grid(figure: "Figure", rows: int, columns: int, count: int) -> "list[Axes]":
 
 
 def set_title(figure: "Figure", title: str) -> None:
-    """Write a title above the whole figure, in as many lines as its width asks for."""
-    room = figure.get_figwidth() * _CHARACTERS_PER_INCH / magnification(figure)
-    lines = textwrap.wrap(visible(title), max(int(room), LONGEST), break_on_hyphens=False)
+    """Write a title above the whole figure, in as many lines as the figure's width requires."""
+    characters = figure.get_figwidth() * _CHARACTERS_PER_INCH / magnification(figure)
+    lines = textwrap.wrap(visible(title), max(int(characters), LONGEST), break_on_hyphens=False)
     figure.suptitle(plain("\n".join(lines)), fontfamily=font_families(), fontsize=12 * magnification(figure))
 
 
 def magnification(figure: "Figure") -> float:
-    """Return how much larger the texts about a whole figure are in a large one, which a screen shows reduced."""
+    """Return the factor for the size of titles and axis names; it grows with the figure, which screens scale down."""
     return min(max(figure.get_figwidth() / 12, 1.0), 2.0)
 
 
 def set_ticks(axes: "Axes", which: Literal["x", "y"], tokens: Sequence[str], inches: float) -> None:
-    """Label the positions of an axis with tokens; of more than fit, every n-th, so that none overlap.
+    """Label the positions of an axis with tokens; if labels would overlap, with every n-th token.
 
     Args:
         axes: the panel.
         which: "x" (labels stand upright) or "y".
-        tokens: of all positions; none for an axis without labels.
+        tokens: a token for each position; empty for an axis without labels.
         inches: the length of the axis.
     """
     stride = max(1, -int(-len(tokens) * _INCHES_PER_LINE // inches))
@@ -116,17 +118,17 @@ def set_ticks(axes: "Axes", which: Literal["x", "y"], tokens: Sequence[str], inc
 
 
 def label_inches(tokens: Sequence[str]) -> float:
-    """Return the room that the longest of the labels takes, along its text."""
+    """Return the length in inches of the longest label of `tokens`."""
     return _INCHES_PER_CHARACTER * max(len(shorten(token)) for token in tokens)
 
 
 def plain(text: str) -> str:
-    """Return text in which matplotlib sees no formula."""
+    """Escape dollar signs, which begin a formula in matplotlib."""
     return text.replace("$", r"\$")
 
 
 def shorten(token: str, longest: int = LONGEST) -> str:
-    """Return a label of at most so many characters."""
+    """Return a label of at most `longest` characters."""
     token = visible(token)
     return token if len(token) <= longest else token[: longest - 1] + "…"
 
@@ -154,7 +156,7 @@ def font_families() -> list[str]:
 
 @functools.cache
 def _drawable() -> frozenset[int]:
-    """Return the code points that these fonts have."""
+    """Return the code points that `font_families` can draw."""
     from matplotlib import font_manager
 
     fonts = (font_manager.get_font(font_manager.findfont(name)) for name in font_families())

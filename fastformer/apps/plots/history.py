@@ -10,7 +10,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-# The Okabe-Ito palette, which people with colour-blindness can tell apart.
+# The Okabe-Ito palette, distinguishable with colour blindness.
 _COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
 _MARKERS = "osD^v"  # the next seven runs have the same colours and other points
 _LONGEST_NAME = 48
@@ -29,14 +29,14 @@ def plot_history(histories: Mapping[str, Sequence[Record]]) -> "Figure":
     """Draw loss, perplexity and every other validation value over the steps: one panel each, one colour a run.
 
     Args:
-        histories: {name of the run: its records}, as `fastformer.apps.train.read_metrics` gives them: records of kind
-            "train" are drawn thin, of kind "validation" with points.
+        histories: {name of a run: records of the run}, as `fastformer.apps.train.read_metrics` returns them. Records of
+            kind "train" are drawn as thin lines, records of kind "validation" with points.
 
     Raises:
         ValueError: there is nothing to draw.
     """
-    found = {name for records in histories.values() for record in records for name in _plottable(record)}
-    panels = sorted(found, key=lambda name: (list(_LABELS).index(name) if name in _LABELS else len(_LABELS), name))
+    names = {name for records in histories.values() for record in records for name in _plottable(record)}
+    panels = sorted(names, key=lambda name: (list(_LABELS).index(name) if name in _LABELS else len(_LABELS), name))
     if not panels:
         raise ValueError("histories holds no record with a loss, perplexity or score; nothing to plot")
     rows = 1 if len(panels) <= 3 else 2
@@ -103,7 +103,7 @@ def _logarithmic(axes: "Axes") -> None:
     from matplotlib.ticker import LogLocator, NullFormatter
 
     low, high = axes.get_ylim()
-    if low > 0 and high / low > 2:  # else a logarithmic axis would have no number to stand on
+    if low > 0 and high / low > 2:  # else a logarithmic axis would have no tick labels
         subs = (1.0, 2.0, 5.0) if high / low > 10 else (1.0, 1.5, 2.0, 3.0, 5.0, 7.0)
         axes.set_yscale("log")
         axes.yaxis.set_major_locator(LogLocator(subs=subs))

@@ -1,4 +1,4 @@
-"""Positional encodings: their values, and how alike positions are."""
+"""Figures of positional encodings: values, and similarity of positions."""
 
 from typing import TYPE_CHECKING
 
@@ -10,21 +10,21 @@ from fastformer.apps.plots.figure import grid, new_figure, set_title
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-_MOST = 2048  # rows of a picture, which has fewer points; matplotlib takes some 50 bytes for each number of it
+_MOST_ROWS = 2048  # more than a picture's pixels; matplotlib takes some 50 bytes for each value
 
 
 def plot_positions(encoding: Tensor, title: str = "") -> "Figure":
-    """Draw a positional encoding `[T, D]` and the cosine similarity of its positions; of many, every n-th is drawn.
+    """Draw a positional encoding `[T, D]` and the cosine similarity of positions; of over 2,048, every n-th is drawn.
 
     Raises:
-        ValueError: encoding has another number of dimensions, or one of size 0.
+        ValueError: encoding does not have two dimensions, or one has size 0.
     """
     if encoding.dim() != 2 or 0 in encoding.shape:
         raise ValueError(f"encoding has shape {list(encoding.shape)}; it must be [T, D], both at least 1")
     from matplotlib.ticker import MaxNLocator
 
     T, D = encoding.shape
-    values = encoding.detach()[:: -(-T // _MOST)].float().cpu()  # [at most _MOST, D]
+    values = encoding.detach()[:: -(-T // _MOST_ROWS)].float().cpu()  # [at most _MOST_ROWS, D]
     normal = torch.nn.functional.normalize(values, dim=1)
     limit = float(values.abs().max()) or 1.0
     figure = new_figure(11.0, 4.4)

@@ -1,4 +1,4 @@
-"""Models of Hugging Face transformers as ours, with their weights, and back."""
+"""Convert models of Hugging Face transformers, with their weights, to models of fastformer and back."""
 
 from fastformer.apps.pretrained.models import from_transformers, to_transformers
 

@@ -1,7 +1,7 @@
-"""Declare an architecture of transformers: its settings and weights as those of fastformer.
+"""Declare how an architecture of transformers maps to fastformer: settings and weights.
 
-Nothing is passed over: a setting of transformers is read, known to change no number, or must have its default; a weight
-becomes one of fastformer, or is compared with the weights that it follows from.
+Nothing is ignored silently. A setting of transformers is read, known to change no number, or must have its default. A
+weight is converted, or compared with the weights from which it is computed.
 """
 
 import dataclasses
@@ -11,7 +11,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-# Name in transformers -> in fastformer; of several the last is written.
+# Name in transformers -> in fastformer; of several names for one function, the last is written back.
 ACTIVATIONS = {
     "relu": "relu",
     "gelu": "gelu",
@@ -22,7 +22,7 @@ ACTIVATIONS = {
 }
 # Settings of all architectures that change no number.
 _IDLE = frozenset({"use_cache", "initializer_range", "init_std"})
-# Settings of training, which may be lost in a conversion.
+# Settings of training; a conversion may lose these.
 TRAINING = frozenset(
     {
         "dropout",
@@ -39,7 +39,7 @@ TRAINING = frozenset(
 
 
 class Reader:
-    """A configuration of transformers, with the names of the model's weights, that records what was read."""
+    """A configuration of transformers with the names of the model's weights; it records which settings are read."""
 
     def __init__(self, config: Any, weights: Iterable[str]) -> None:
         self.config, self.weights = config, frozenset(weights)
@@ -54,37 +54,37 @@ class Reader:
 
     @property
     def kind(self) -> str:
-        """Return the model type, as transformers names it."""
+        """The model type in transformers."""
         return str(type(self.config).model_type)
 
     def refuse(self, name: str, value: Any, allowed: str) -> ValueError:
-        """Return the error that names a setting."""
+        """Return the error for a setting with a value that is not allowed."""
         return ValueError(f"{self.kind}: {name} must be {allowed}, not {value!r}")
 
-    def require(self, **wanted: Any) -> None:
-        """Raise ValueError for a setting with another value."""
-        for name, value in wanted.items():
-            if (found := getattr(self, name)) != value:
-                raise self.refuse(name, found, repr(value))
+    def require(self, **required: Any) -> None:
+        """Raise ValueError for a setting with another value than the required one."""
+        for name, required_value in required.items():
+            if (value := getattr(self, name)) != required_value:
+                raise self.refuse(name, value, repr(required_value))
 
-    def choose(self, name: str, ours: Mapping[str, str]) -> str:
-        """Return the name of a setting's value in fastformer."""
+    def choose(self, name: str, choices: Mapping[str, str]) -> str:
+        """Translate a setting's value by `choices`, value in transformers -> in fastformer."""
         value = getattr(self, name)
-        if value not in ours:
-            raise self.refuse(name, value, f"one of {', '.join(ours)}")
-        return ours[value]
+        if value not in choices:
+            raise self.refuse(name, value, f"one of {', '.join(choices)}")
+        return choices[value]
 
     def ids(self, bos: str = "bos_token_id") -> dict[str, int]:
-        """Return the special ids; where there is no padding or bos, it is eos; of several eos, the first counts."""
+        """Return the special ids; missing padding or bos is replaced by eos; of several eos ids the first is used."""
         size, eos = self.vocab_size, self.eos_token_id
         eos = eos[0] if isinstance(eos, list | tuple) and eos else eos
         if not isinstance(eos, int) or not 0 <= eos < size:
             raise self.refuse("eos_token_id", self.eos_token_id, f"a whole number below vocab_size, {size}")
-        found = {"pad_id": self.pad_token_id, "bos_id": getattr(self, bos), "eos_id": eos}
-        return {name: i if isinstance(i, int) and 0 <= i < size else eos for name, i in found.items()}
+        ids = {"pad_id": self.pad_token_id, "bos_id": getattr(self, bos), "eos_id": eos}
+        return {name: i if isinstance(i, int) and 0 <= i < size else eos for name, i in ids.items()}
 
     def refuse_unread(self, idle: Iterable[str]) -> None:
-        """Raise ValueError for a setting that was not read, is not idle, and has not its default."""
+        """Raise ValueError for a setting that was neither read nor idle and differs from its default."""
         if getattr(self.config, "quantization_config", None) is not None:
             raise self.refuse("quantization_config", self.config.quantization_config, "None")
         bases = [each for each in type(self.config).__mro__ if each.__name__ == "PreTrainedConfig"]
@@ -94,23 +94,23 @@ class Reader:
             default = each.default
             if default is dataclasses.MISSING and each.default_factory is not dataclasses.MISSING:
                 default = each.default_factory()
-            if not known and (found := getattr(self.config, each.name)) != default:
-                raise self.refuse(each.name, found, f"{default!r}, which alone is known")
+            if not known and (value := getattr(self.config, each.name)) != default:
+                raise self.refuse(each.name, value, f"{default!r}, which alone is known")
 
 
 @dataclass(frozen=True)
 class Architecture:
-    """One class of models of transformers.
+    """How one model class of transformers maps to fastformer.
 
     Attributes:
-        network, config: class of fastformer, and of its settings.
-        settings: makes the settings of fastformer; raises ValueError naming one that it does not have.
-        weights: name in fastformer -> in transformers, of several one below the other; {n} is the number of a layer,
-            `.T` marks a transposed matrix, `[0]` the one row of a matrix.
-        implied: name in transformers -> its value, of our model and of the tensor.
+        network, config: the class of fastformer and the class of its configuration.
+        settings: returns fastformer's settings; raises ValueError naming a setting that fastformer cannot represent.
+        weights: name in fastformer -> name in transformers, or names whose tensors are concatenated. {n} is the number
+            of a layer; `.T` marks a transposed matrix, `[0]` the only row of a matrix.
+        implied: name in transformers -> function (fastformer model, tensor) that returns the expected tensor.
         idle: settings of transformers that change no number.
-        configuration: makes the keywords of transformers' configuration; None: there is no way back.
-        unlike: settings of fastformer that may change on the way there and back.
+        configuration: returns keywords of transformers' configuration; None: models cannot be converted back.
+        unlike: settings of fastformer that a conversion to transformers and back may change.
     """
 
     network: type[nn.Module]
@@ -123,8 +123,8 @@ class Architecture:
     unlike: frozenset[str] = frozenset()
 
     def read(self, config: Any, weights: Iterable[str]) -> Any:
-        """Return the settings of fastformer; raise ValueError naming a setting that it cannot have, and its value."""
+        """Return fastformer's configuration; raise ValueError for a setting that fastformer cannot represent."""
         reader = Reader(config, weights)
-        found = self.settings(reader)
+        settings = self.settings(reader)
         reader.refuse_unread(self.idle)
-        return self.config(**found)
+        return self.config(**settings)

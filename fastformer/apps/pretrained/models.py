@@ -13,82 +13,82 @@ from fastformer.apps.pretrained.weights import check_implied, check_ties, read, 
 from fastformer.apps.runs.kinds import applications
 from fastformer.apps.train.weights import same_kind
 
-_HOME = "transformers."
+_PACKAGE = "transformers."
 
 
 def architectures() -> dict[str, Architecture]:
-    """Return the architectures of all applications, by the name of their class in transformers."""
-    return {name: found for each in applications() for name, found in each.architectures.items()}
+    """Return the architectures of all applications, by class name in transformers."""
+    return {name: architecture for each in applications() for name, architecture in each.architectures.items()}
 
 
 def from_transformers(source: Any) -> Any:
-    """Make a model of fastformer that computes what a model of transformers does, with copies of its weights.
+    """Convert a model of transformers to a model of fastformer with the same outputs; weights are copied.
 
     Args:
         source: a model, of one of the classes of `docs/hugging-face.md`; or a folder that `save_pretrained` wrote.
 
     Returns:
-        The model, in the dtype, on the device and in the mode of theirs.
+        The model, in the dtype, on the device and in the mode of the source.
 
     Raises:
         ImportError: transformers is not installed.
         FileNotFoundError: there is no such folder, or it holds no safetensors.
-        ValueError: naming what has no counterpart here: the class, a setting and its value, or a weight.
+        ValueError: naming the class, the setting with its value, or the weight that fastformer does not have.
     """
-    theirs = load_folder(Path(source), _transformers(), architectures()) if isinstance(source, str | Path) else source
-    kind = type(theirs)
-    architecture = _architecture_of(kind)
-    weights = theirs.state_dict()
-    with refusals(kind.__name__):  # settings of an object may have come to be anything
-        config = architecture.read(theirs.config, weights)
-    _check_numbers(weights, theirs.dtype)
+    if isinstance(source, str | Path):
+        source = load_folder(Path(source), _transformers(), architectures())
+    architecture = _architecture_of(type(source))
+    hf_weights = source.state_dict()
+    with refusals(type(source).__name__):  # attributes of a configuration may have been set to anything
+        config = architecture.read(source.config, hf_weights)
+    _check_numbers(hf_weights, source.dtype)
     with torch.device("meta"):
-        ours = architecture.network(config)
-    ours = ours.to(theirs.dtype)
-    found = read(ours, weights, architecture)
-    check_ties(ours, found)
-    ours.load_state_dict(found, assign=True)
-    check_implied(ours, weights, architecture)
-    return ours.train(theirs.training)
+        model = architecture.network(config)
+    model = model.to(source.dtype)
+    weights = read(model, hf_weights, architecture)
+    check_ties(model, weights)
+    model.load_state_dict(weights, assign=True)
+    check_implied(model, hf_weights, architecture)
+    return model.train(source.training)
 
 
 def to_transformers(model: Any) -> Any:
-    """Make a model of transformers that computes what a model of fastformer does.
+    """Convert a model of fastformer to a model of transformers with the same outputs; weights are copied.
 
     Args:
-        model: whose settings an architecture of transformers has: GPT-2's of `LanguageModel`, Marian's of
-            `TranslationModel`.
+        model: a `LanguageModel` with settings that GPT-2 has, or a `TranslationModel` with settings that Marian has.
 
     Returns:
-        A model of theirs, with copies of the weights, for `save_pretrained`.
+        A model of transformers, for `save_pretrained`.
 
     Raises:
         ImportError: transformers is not installed.
-        ValueError: naming the settings that no such architecture has.
+        ValueError: naming the settings that the architecture does not have.
     """
     transformers = _transformers()
-    kinds = {name: each for name, each in architectures().items() if each.configuration is not None}
-    found = next((item for item in kinds.items() if item[1].network is type(model)), None)
-    if found is None:
-        raise ValueError(f"{type(model).__name__} becomes no model of transformers")
-    name, architecture = found
+    convertible = {name: each for name, each in architectures().items() if each.configuration is not None}
+    item = next((item for item in convertible.items() if item[1].network is type(model)), None)
+    if item is None:
+        names = ", ".join(each.network.__name__ for each in convertible.values())
+        raise ValueError(f"model must be one of {names}, not a {type(model).__name__}")
+    name, architecture = item
     assert architecture.configuration is not None
-    kind = getattr(transformers, name)
+    model_class = getattr(transformers, name)
     try:
-        config = kind.config_class(**architecture.configuration(model.config))
+        config = model_class.config_class(**architecture.configuration(model.config))
         back = architecture.read(config, ())
     except ValueError as error:
-        raise ValueError(f"{name} cannot be this model: {error}") from None
-    ours, same = _resolved(model.config), _resolved(back)
-    other = [k for k in ours if ours[k] != same[k] and k not in TRAINING | architecture.unlike]
+        raise ValueError(f"{name} cannot represent this model: {error}") from None
+    settings, converted = _resolved(model.config), _resolved(back)
+    other = [k for k in settings if settings[k] != converted[k] and k not in TRAINING | architecture.unlike]
     if other:
-        said = ", ".join(f"{k}={ours[k]!r} (there it is {same[k]!r})" for k in other)
-        raise ValueError(f"{name} cannot be this model: {said}")
+        differences = ", ".join(f"{k}={settings[k]!r} must be {converted[k]!r}" for k in other)
+        raise ValueError(f"{name} cannot represent this model: {differences}")
     dtype = next(model.parameters()).dtype
     _check_numbers(model.state_dict(), dtype)
-    theirs = kind(config).to(dtype)
-    theirs.load_state_dict(write(model, theirs.state_dict(), architecture))
-    return theirs.to(next(model.parameters()).device).train(model.training)
+    hf_model = model_class(config).to(dtype)
+    hf_model.load_state_dict(write(model, hf_model.state_dict(), architecture))
+    return hf_model.to(next(model.parameters()).device).train(model.training)
 
 
 def _check_numbers(weights: Mapping[str, Tensor], dtype: torch.dtype) -> None:
@@ -103,22 +103,21 @@ def _check_numbers(weights: Mapping[str, Tensor], dtype: torch.dtype) -> None:
 
 
 def _resolved(config: Any) -> dict[str, Any]:
-    """Return settings with the values that unset ones stand for, and without those that have no effect."""
-    found = dict(vars(config))
-    found |= {"head_size": config.head_width, "kv_heads": config.kv_heads or config.heads}
-    found["qkv_bias"] = config.bias if config.qkv_bias is None else config.qkv_bias
+    """Return settings with unset ones resolved, and without settings that have no effect."""
+    settings = dict(vars(config))
+    settings |= {"head_size": config.head_width, "kv_heads": config.kv_heads or config.heads}
+    settings["qkv_bias"] = config.bias if config.qkv_bias is None else config.qkv_bias
     idle = {"learned": (), "rotary": ("max_positions",)}.get(config.positions, ("max_positions",))
-    return {name: value for name, value in found.items() if name not in idle}
+    return {name: value for name, value in settings.items() if name not in idle}
 
 
-def _architecture_of(kind: type) -> Architecture:
-    """Return the architecture of a class; raise ValueError for others, because a subclass may compute anything."""
+def _architecture_of(model_class: type) -> Architecture:
+    """Return the architecture of a class; raise ValueError for other classes, also subclasses, which may differ."""
     known = architectures()
-    if not kind.__module__.startswith(_HOME) or kind.__name__ not in known:
-        raise ValueError(
-            f"model must be one of transformers' {', '.join(known)}, not {kind.__module__}.{kind.__name__}"
-        )
-    return known[kind.__name__]
+    module, name = model_class.__module__, model_class.__name__
+    if not module.startswith(_PACKAGE) or name not in known:
+        raise ValueError(f"model must be one of transformers' {', '.join(known)}, not {module}.{name}")
+    return known[name]
 
 
 def _transformers() -> Any:

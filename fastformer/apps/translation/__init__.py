@@ -1,4 +1,4 @@
-"""Translation: the model, its search with a cache, the translator around it, and runs that train one."""
+"""Translation: the model, cached greedy and beam search, the translator, and training runs."""
 
 from fastformer.apps.translation.attention_maps import SentenceAttention, attend
 from fastformer.apps.translation.data import DataConfig, build_tokenizers, read_corpora

@@ -1,4 +1,4 @@
-"""Every attention weight of a translation model for a sentence and its translation.
+"""Attention weights of a translation model for a sentence and a translation of it.
 
 Letters: L layers, H heads, T target positions, S source positions.
 """
@@ -30,13 +30,13 @@ class SentenceAttention:
     """Every attention weight of a translation model for one sentence and a translation of it.
 
     Attributes:
-        source: the text.
-        target: its translation.
+        source: the sentence.
+        target: the translation.
         maps: "encoder" `[L, H, S, S]`, "decoder" `[L, H, T, T]` and "cross" `[L, H, T, S]`, on the CPU; row t of the
-            last two is where the model looked to write token t.
-        source_tokens: what the encoder reads, eos included.
-        read: what the decoder reads: bos and the tokens of the target.
-        written: what it writes at the same positions: the tokens of the target and eos.
+            last two has the weights with which target token t was predicted.
+        source_tokens: the encoder's input, eos included.
+        read: the decoder's input: bos and the tokens of the target.
+        written: the decoder's output at the same positions: the tokens of the target and eos.
     """
 
     source: str
@@ -55,7 +55,7 @@ class SentenceAttention:
         """Draw the maps of one head, of the heads of a layer, or of all layers.
 
         Args:
-            kind: which attention: of the decoder to the source, or within the encoder or the decoder.
+            kind: cross-attention, or self-attention of the encoder or the decoder.
             layer, head: see `AttentionMaps.figure`.
 
         Raises:
@@ -79,7 +79,7 @@ def attend(translator: Translator, source: str, target: str | None = None) -> Se
     Args:
         translator: a model with its tokenizers.
         source: a sentence; a longer one than the model translates is cut, with a warning.
-        target: a translation of it; None: the model's own, by beam search.
+        target: a translation of the source; None: found by beam search.
 
     Raises:
         ValueError: the source has no token, or the target is too long for learned positions.

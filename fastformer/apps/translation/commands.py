@@ -1,4 +1,4 @@
-"""`fastformer demo | train | translate | score`, and what `evaluate` and `plot` do for translation runs."""
+"""`fastformer demo | train | translate | score`, and `evaluate` and `plot` for translation runs."""
 
 import functools
 import math
@@ -17,10 +17,10 @@ from fastformer.apps.cli.console import (
     choose_device,
     console,
     demo_console,
-    given_lines,
+    input_batches,
     put_lines,
 )
-from fastformer.apps.cli.flags import int_or_text, made, with_settings
+from fastformer.apps.cli.flags import int_or_text, make_settings, with_settings
 from fastformer.apps.cli.help import START, USE
 from fastformer.apps.cli.training import add_training
 from fastformer.apps.runs.folder import refuse_output
@@ -38,7 +38,7 @@ Folder = Annotated[
 ]
 
 _READ_AHEAD = 16  # batches, in which sentences of similar length are translated together
-_NONE = Translation("", -math.inf, -math.inf)  # so that each sentence has as many lines
+_EMPTY = Translation("", -math.inf, -math.inf)  # fills the lines of a sentence up to n_best
 
 
 @app.command(rich_help_panel=START)
@@ -76,14 +76,14 @@ def translate(
 
     Sentences from a pipe are translated and printed by batch: with --batch-size 1, each gets its answer at once.
     """
-    given = given_lines(sentences, input, output, "sentences", batch_size, _READ_AHEAD)
+    batches = input_batches(sentences, input, output, "sentences", batch_size, _READ_AHEAD)
     refuse_output(output, input, runs=(run,))
-    options = made(SearchOptions, search)
+    options = make_settings(SearchOptions, search)
     translator = load_translator(run, checkpoint, choose_device(device))
     pack_weights(translator.model)
-    found = (each for lines in given for each in translator.candidates(lines, options, batch_size))
-    whole = (c for each in found for c in each + [_NONE] * (options.n_best - len(each)))
-    put_lines((f"{c.score:.4f}\t{c.text}" if scores else c.text for c in whole), output)
+    candidates = (each for lines in batches for each in translator.candidates(lines, options, batch_size))
+    padded = (c for each in candidates for c in each + [_EMPTY] * (options.n_best - len(each)))
+    put_lines((f"{c.score:.4f}\t{c.text}" if scores else c.text for c in padded), output)
 
 
 @app.command(rich_help_panel=USE)
@@ -96,9 +96,9 @@ def score(
     checkpoint: Checkpoint = "best",
     device: Device = "auto",
 ) -> None:
-    """Score given translations, a line a pair, separated by tabs.
+    """Score given translations; print a line for each pair, separated by tabs.
 
-    The natural logarithm of the probability, the tokens of the translation with its end, and the perplexity per token.
+    It has the natural logarithm of the probability, the number of target tokens with eos, and the perplexity per token.
     """
     check_output(output)
     refuse_output(output, source, target, runs=(run,))
@@ -125,11 +125,11 @@ def evaluate_run(
     bleu_tokenizer: str | None = None,
     search: dict[str, Any],
 ) -> None:
-    """Print BLEU and chrF of translations of a part of the run's data, or of a file with its references."""
+    """Print BLEU and chrF on the run's test or validation pairs, or on a source file and its references."""
     source = texts if isinstance(texts, Path) else None
     if output is not None:
         check_output(output)
-    options = made(SearchOptions, search)
+    options = make_settings(SearchOptions, search)
     data = DataConfig(**APPLICATION.read_config(run)["data"])
     tokenizer = bleu_tokenizer or data.tokenizer_for_bleu
     check_bleu_tokenizer(tokenizer)
@@ -149,8 +149,8 @@ def evaluate_run(
 def attention_of(
     run: Path, checkpoint: str, device: str, source: str, target: str | None = None, kind: str | None = None
 ) -> Callable[..., Any]:
-    """Print a sentence and its translation, and return what draws their attention maps."""
-    found = attend(load_translator(run, checkpoint, device), source, target)
-    draw = functools.partial(found.figure, kind or "cross")  # type: ignore[arg-type]
-    console.print(f"{found.source} -> {found.target}")
+    """Print a sentence and its translation; return the function that draws their attention maps."""
+    attention = attend(load_translator(run, checkpoint, device), source, target)
+    draw = functools.partial(attention.figure, kind or "cross")  # type: ignore[arg-type]
+    console.print(f"{attention.source} -> {attention.target}")
     return draw

@@ -1,4 +1,4 @@
-"""The data of translation: its settings, the corpora that they name, and the vocabularies learned from them."""
+"""Data of translation: the settings, the corpora that the settings name, and vocabularies learned from the corpora."""
 
 from pathlib import Path
 from typing import ClassVar, Literal
@@ -22,16 +22,16 @@ from fastformer.apps.text.tokenizers import split_symbols
 
 _LEARNED = ("bpe", "unigram", "char", "word", "words")
 TOKENIZERS = (*_LEARNED, PRETRAINED)
-_PIECEWISE, _OURS = {"tokenizer": _LEARNED[:-1]}, {"tokenizer": _LEARNED}
-_NUMBERS = 10_000  # pairs of number words, when nothing is said
+_IF_PIECES, _IF_LEARNED = {"tokenizer": _LEARNED[:-1]}, {"tokenizer": _LEARNED}
+_NUMBER_PAIRS = 10_000  # pairs of number words if train_size is unset
 _HELD_OUT = {"corpus": ("number words", "sentence files")}
 Split = Literal["train", "valid", "test"]
 
 
 class DataConfig(Settings):
-    """Where the text comes from, and how it becomes ids and batches."""
+    """Settings of the text, the tokenizers and the batches."""
 
-    texts: ClassVar[str] = "sentence pairs"  # what batches are made of, for conditions
+    texts: ClassVar[str] = "sentence pairs"  # the content of batches, as conditions name it
     dataset: FolderOrName | None = setting(
         "numbers",
         "numbers (generated number words, en to fr or de), or a folder made by `fastformer data`",
@@ -56,7 +56,7 @@ class DataConfig(Settings):
         500, "pairs split off (or generated) for testing", at_least=1, only=_HELD_OUT | {"test_source": None}
     )
     train_size: int | None = setting(
-        None, f"pairs to train on, the first ones; unset: all, or {_NUMBERS:,} of numbers", at_least=1
+        None, f"pairs to train on, the first ones; unset: all, or {_NUMBER_PAIRS:,} of numbers", at_least=1
     )
     tokenizer: str = setting(
         "bpe",
@@ -64,22 +64,22 @@ class DataConfig(Settings):
         choices=TOKENIZERS,
     )
     vocabulary: int = setting(
-        8000, "entries of each vocabulary, clamped to what the text allows", at_least=5, only=_OURS
+        8000, "entries of each vocabulary, clamped to what the text allows", at_least=5, only=_IF_LEARNED
     )
-    joint: bool = setting(True, "one vocabulary for both languages", only=_OURS)
+    joint: bool = setting(True, "one vocabulary for both languages", only=_IF_LEARNED)
     character_coverage: float = setting(
-        1.0, "share of characters sentencepiece must cover", at_least=0.98, at_most=1, only=_PIECEWISE
+        1.0, "share of characters sentencepiece must cover", at_least=0.98, at_most=1, only=_IF_PIECES
     )
     symbols: str | None = setting(
         None, "tags such as <2de>,<2fr> that are one piece each, separated by commas", only={"tokenizer": _LEARNED[:3]}
     )
     splitting: str = setting("punctuation", "where words end", choices=SPLITTINGS, only={"tokenizer": "words"})
     minimum_frequency: int = setting(2, "rarer words become <unk>", at_least=1, only={"tokenizer": "words"})
-    lowercase: bool = setting(False, "lower-case both sides", only=_OURS)
-    unk_id: int = setting(0, "id of the unknown token", at_least=0, below="vocabulary", only=_OURS)
-    pad_id: int = setting(1, "id of padding", at_least=0, below="vocabulary", only=_OURS)
-    bos_id: int = setting(2, "id of the begin token", at_least=0, below="vocabulary", only=_OURS)
-    eos_id: int = setting(3, "id of the end token", at_least=0, below="vocabulary", only=_OURS)
+    lowercase: bool = setting(False, "lower-case both sides", only=_IF_LEARNED)
+    unk_id: int = setting(0, "id of the unknown token", at_least=0, below="vocabulary", only=_IF_LEARNED)
+    pad_id: int = setting(1, "id of padding", at_least=0, below="vocabulary", only=_IF_LEARNED)
+    bos_id: int = setting(2, "id of the begin token", at_least=0, below="vocabulary", only=_IF_LEARNED)
+    eos_id: int = setting(3, "id of the end token", at_least=0, below="vocabulary", only=_IF_LEARNED)
     max_length: int = setting(256, "longest sentence in tokens with eos", at_least=2)
     too_long: str = setting("drop", "what happens to longer training pairs", choices=("drop", "truncate"))
     bucket: bool = setting(False, "batches of similar lengths (only padded execution needs them)")
@@ -93,9 +93,9 @@ class DataConfig(Settings):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        for part in ("train", "valid", "test"):
-            if (getattr(self, f"{part}_source") is None) != (getattr(self, f"{part}_target") is None):
-                raise ValueError(f"{part}_source and {part}_target must be given together")
+        for name in ("train", "valid", "test"):
+            if (getattr(self, f"{name}_source") is None) != (getattr(self, f"{name}_target") is None):
+                raise ValueError(f"{name}_source and {name}_target must be given together")
         if self.train_source is None and (self.valid_source is not None or self.test_source is not None):
             raise ValueError("valid_source and test_source need train_source")
         if self.dataset is None and self.train_source is None:
@@ -117,10 +117,10 @@ class DataConfig(Settings):
         return self.bleu_tokenizer or bleu_tokenizer(language)
 
     def files(self) -> list[Path]:
-        """Return the files that the text comes from."""
-        given = [path for path in vars(self).values() if isinstance(path, Path)]
+        """Return the files that the text is read from."""
+        paths = [path for path in vars(self).values() if isinstance(path, Path)]
         folder = Path(self.dataset or "") if self.corpus == "a dataset folder" else None
-        return given + (sorted(folder.iterdir()) if folder is not None and folder.is_dir() else [])
+        return paths + (sorted(folder.iterdir()) if folder is not None and folder.is_dir() else [])
 
     @property
     def special_ids(self) -> SpecialIds:
@@ -129,34 +129,34 @@ class DataConfig(Settings):
 
 
 def read_corpora(data: DataConfig) -> dict[Split, ParallelCorpus]:
-    """Read or generate the training, validation and test pairs; `train_size` takes the first that are not split off."""
+    """Read or generate training, validation and test pairs; train on the first `train_size` that are not split off."""
     if data.train_source is not None and data.train_target is not None:
-        held: dict[Split, ParallelCorpus] = {}
+        held_out: dict[Split, ParallelCorpus] = {}
         if data.valid_source is not None and data.valid_target is not None:
-            held["valid"] = read_parallel(data.valid_source, data.valid_target, "valid")
+            held_out["valid"] = read_parallel(data.valid_source, data.valid_target, "valid")
         if data.test_source is not None and data.test_target is not None:
-            held["test"] = read_parallel(data.test_source, data.test_target, "test")
-        valid_size = 0 if "valid" in held else data.valid_size
-        test_size = 0 if "test" in held else data.test_size
+            held_out["test"] = read_parallel(data.test_source, data.test_target, "test")
+        valid_size = 0 if "valid" in held_out else data.valid_size
+        test_size = 0 if "test" in held_out else data.test_size
         limit = None if data.train_size is None else data.train_size + valid_size + test_size
         train = read_parallel(data.train_source, data.train_target, "train", limit)
         train, valid, test = split(train, valid_size, test_size, seed=1)
-        return {"train": train, "valid": held.get("valid", valid), "test": held.get("test", test)}
+        return {"train": train, "valid": held_out.get("valid", valid), "test": held_out.get("test", test)}
     if data.dataset == "numbers":
         if data.source != "en":
             raise ValueError(f"source must be 'en' for dataset 'numbers', not {data.source!r}")
-        parts = number_corpus(data.target, data.train_size or _NUMBERS, data.valid_size, data.test_size)
+        corpora = number_corpus(data.target, data.train_size or _NUMBER_PAIRS, data.valid_size, data.test_size)
     else:
         assert data.dataset is not None
         refuse_by_hand(data.dataset)
-        parts = open_dataset(data.dataset, data.source, data.target, data.train_size)
-    return dict(zip(("train", "valid", "test"), parts, strict=True))
+        corpora = open_dataset(data.dataset, data.source, data.target, data.train_size)
+    return dict(zip(("train", "valid", "test"), corpora, strict=True))
 
 
 def build_tokenizers(data: DataConfig, train: ParallelCorpus) -> tuple[Tokenizer, Tokenizer]:
-    """Learn the vocabularies, from the training pairs only."""
+    """Learn the tokenizers of both sides from the training pairs only."""
     if data.joint:
-        both = learn_tokenizer(train.source + train.target, data, data.special_ids)
-        return both, both
+        joint = learn_tokenizer(train.source + train.target, data, data.special_ids)
+        return joint, joint
     source, target = (learn_tokenizer(lines, data, data.special_ids) for lines in (train.source, train.target))
     return source, target

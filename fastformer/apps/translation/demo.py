@@ -1,4 +1,4 @@
-"""`fastformer demo`: from nothing to translations of held-out number words in about a minute, with no network."""
+"""`fastformer demo`: train on number words and translate held-out ones, in about a minute and without a network."""
 
 import shutil
 import signal
@@ -49,7 +49,7 @@ _MARK = b"made by `fastformer demo`, which may replace this folder\n"
 def run_demo(folder: Path, target: str, device: str, console: "Console") -> Scores:
     """Train, print the scores on held-out numbers, translate a few, draw an attention map; return the scores.
 
-    Raises FileExistsError for a folder that holds something else than an earlier demo, which is replaced.
+    An earlier demo in the folder is replaced. Raises FileExistsError if the folder holds anything else.
     """
     _check_folder(folder)
     data = DataConfig(**DATA, target=target)  # type: ignore[arg-type]
@@ -62,7 +62,7 @@ def run_demo(folder: Path, target: str, device: str, console: "Console") -> Scor
     )
     started = time.perf_counter(), time.process_time()
     folder.mkdir(parents=True, exist_ok=True)
-    with locked(folder):  # to the end: pictures and translations are of this demo, not of another that follows
+    with locked(folder):  # until the pictures are drawn, so that a later demo cannot replace the run
         _check_folder(folder)  # another process may have written to it meanwhile
         write_file(folder / DEMO, _MARK)
         for path in folder.iterdir():
@@ -94,16 +94,16 @@ def run_demo(folder: Path, target: str, device: str, console: "Console") -> Scor
         console.print(
             f"\nPictures: {folder / 'attention.png'} (where it looked while writing), {folder / 'history.png'}"
         )
-        typed = "fastformer" if shutil.which("fastformer") else sys.argv[0]  # as .venv/bin/fastformer
-        console.print(f'Your turn: {typed} translate --run {folder} "ninety-nine thousand eight hundred one"')
+        command = "fastformer" if shutil.which("fastformer") else sys.argv[0]  # as .venv/bin/fastformer
+        console.print(f'Your turn: {command} translate --run {folder} "ninety-nine thousand eight hundred one"')
     return scores
 
 
 def _check_folder(folder: Path) -> None:
-    """Raise FileExistsError for a folder that is neither new, nor empty, nor an earlier demo's, killed or not."""
-    own = {name for each in (*FILES, *PICTURES, DEMO) for name in (each, f".{each}.tmp")}
+    """Raise FileExistsError unless the folder is new, empty or an earlier demo's, finished or killed."""
+    demo_files = {name for each in (*FILES, *PICTURES, DEMO) for name in (each, f".{each}.tmp")}
     names, mark = {path.name for path in folder.iterdir()} if folder.exists() else set(), folder / DEMO
     if names <= {LOCK, f".{DEMO}.tmp"}:
         return
-    if not names <= own or not mark.is_file() or mark.read_bytes() != _MARK:
+    if not names <= demo_files or not mark.is_file() or mark.read_bytes() != _MARK:
         raise FileExistsError(f"{folder} is not empty and not an earlier demo; choose another --run")

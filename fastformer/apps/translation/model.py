@@ -1,7 +1,7 @@
 """The encoder-decoder Transformer for translation (Vaswani et al. 2017), from ids to hidden states, without padding.
 
-The model packs its input once; every layer works on real tokens only. It returns hidden states, not logits: the loss,
-beside the model, projects them where it needs them.
+The model packs ids once, and layers compute real tokens only. `forward` returns hidden states, not logits:
+`translation_loss` projects them in chunks.
 
 Letters: B batch, T target and S source positions (packed: of all sentences together), D model width, V vocabulary.
 """
@@ -37,7 +37,7 @@ Embeddings = Literal["separate", "tied", "shared"]
 
 
 class TranslationConfig(ModelSettings):
-    """Everything that decides the shape of a `TranslationModel`; stored with every checkpoint."""
+    """The hyperparameters of a `TranslationModel`; stored with every checkpoint."""
 
     source_vocabulary: int = setting(
         MISSING, "size of the source vocabulary", at_least=1, at_most=LARGEST, derived="the tokenizer"
@@ -69,7 +69,7 @@ class TranslationConfig(ModelSettings):
 
     @property
     def matrix_numbers(self) -> int:
-        """How many numbers the weight matrices have: all parameters but biases and norms."""
+        """The number of elements in all weight matrices: every parameter except biases and norms."""
         source = {
             "shared": 0,
             "tied": self.source_vocabulary,
@@ -108,17 +108,17 @@ class TranslationModel(nn.Module):
         self.register_load_state_dict_post_hook(tie)  # type: ignore[no-untyped-call]
 
     def tied(self) -> list[tuple[nn.Module, nn.Module]]:
-        """Return the modules that share a weight: which takes it, and whose it is."""
-        owner = self.target_embedding.tokens
-        takers: dict[str, list[nn.Module]] = {
+        """Return pairs (module, source) of modules that share a weight: the module takes that of the source."""
+        source = self.target_embedding.tokens
+        tied_modules: dict[str, list[nn.Module]] = {
             "separate": [],
             "tied": [self.output],
             "shared": [self.source_embedding.tokens, self.output],
         }
-        return [(taker, owner) for taker in takers[self.config.embeddings]]
+        return [(module, source) for module in tied_modules[self.config.embeddings]]
 
     def encode(self, source: Tensor, source_lengths: Tensor | Layout) -> tuple[Tensor, Layout]:
-        """Encode source ids, packed `[S]` or padded `[B, S]`: packed memory `[S, D]` and its layout."""
+        """Encode source ids, packed `[S]` or padded `[B, S]`; return packed memory `[S, D]` and the layout."""
         ids, layout = packed_ids("source", source, source_lengths)
         x = self.source_embedding(ids, layout.positions, layout.max_length)
         return self.encoder.packed(x, layout), layout
@@ -130,25 +130,25 @@ class TranslationModel(nn.Module):
 
         Args:
             source: int64 ids with eos, packed `[S]` or padded `[B, S]`.
-            source_lengths: int64 `[B]`, on the CPU, so that nothing waits for the device; or their layout, which
+            source_lengths: int64 `[B]`, on the CPU, so that the host never waits for the device; or a `Layout`, which
                 torch.compile needs.
             target_in: int64 ids that begin with bos, packed `[T]` or padded `[B, T]`.
             target_lengths: likewise.
         """
         if exported(source_lengths) and exported(target_lengths):
-            return self._padded(source, real_of("source", source, source_lengths), target_in, target_lengths)
+            return self._forward_padded(source, real_of("source", source, source_lengths), target_in, target_lengths)
         memory, source_layout = self.encode(source, source_lengths)
         ids, layout = packed_ids("target_in", target_in, target_lengths)
         x = self.target_embedding(ids, layout.positions, layout.max_length)
         return self.decoder.packed(x, layout, memory, source_layout)
 
-    def _padded(self, source: Tensor, keys: Tensor, target_in: Tensor, target_lengths: Tensor) -> Tensor:
-        """`forward` in padded form; keys: where the source is real."""
+    def _forward_padded(self, source: Tensor, keys: Tensor, target_in: Tensor, target_lengths: Tensor) -> Tensor:
+        """Compute `forward` on padded tensors; `keys`: bool `[B, S]`, True at real source positions."""
         queries = real_of("target_in", target_in, target_lengths)
         memory = self.encoder(self.source_embedding.padded(source), src_key_padding_mask=~keys)
         x = self.target_embedding.padded(target_in)
-        hidden = {"tgt_key_padding_mask": ~queries, "memory_key_padding_mask": ~keys}
-        return self.decoder(x, memory, **hidden, tgt_is_causal=True)[queries]  # type: ignore[no-any-return]
+        masks = {"tgt_key_padding_mask": ~queries, "memory_key_padding_mask": ~keys}
+        return self.decoder(x, memory, **masks, tgt_is_causal=True)[queries]  # type: ignore[no-any-return]
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Project hidden states `[..., D]` to logits `[..., V]`."""
@@ -172,19 +172,19 @@ class TranslationModel(nn.Module):
     ) -> dict[str, Tensor] | list[dict[str, Tensor]]:
         """Compute every attention weight for one sentence pair, or for each of several; call `.eval()` first.
 
-        In training, dropout takes some of them away.
+        In training mode, dropout sets some of them to 0.
 
         Args:
             source: int64 ids with eos, `[S]`, one sentence; or several, as `forward` takes them.
             target_in: int64 ids that begin with bos, `[T]`, likewise.
-            source_lengths, target_lengths: of several, as `forward` takes them.
+            source_lengths, target_lengths: the lengths of several sentences, as `forward` takes them.
 
         Returns:
             "encoder" `[layers, H, S, S]`, "decoder" `[layers, H, T, T]` and "cross" `[layers, H, T, S]`. With lengths,
-            a list of such tensors for each of the B pairs, of its own S and T.
+            a list with such a dictionary for each of the B pairs, with the S and T of that pair.
 
         Raises:
-            ValueError: ids are of another shape, or the two sides are not equally many sentences.
+            ValueError: ids have another shape, or source and target differ in their number of sentences.
         """
         ids, keys = sequences_of("source", source, source_lengths)
         read, queries = sequences_of("target_in", target_in, target_lengths)
@@ -193,15 +193,15 @@ class TranslationModel(nn.Module):
         x = self.source_embedding(ids, keys.positions, keys.max_length)
         memory, encoder = self_attention_maps(self.encoder, x, keys)
         x = self.target_embedding(read, queries.positions, queries.max_length)
-        hidden = {"tgt_key_padding_mask": ~queries.mask(), "memory_key_padding_mask": ~keys.mask()}
-        _, own, cross = self.decoder(unpack(x, queries), memory, **hidden, tgt_is_causal=True, need_weights=True)
-        each = zip(encoder, maps_of_each(own, queries, queries), maps_of_each(cross, queries, keys), strict=True)
+        masks = {"tgt_key_padding_mask": ~queries.mask(), "memory_key_padding_mask": ~keys.mask()}
+        _, decoder, cross = self.decoder(unpack(x, queries), memory, **masks, tgt_is_causal=True, need_weights=True)
+        each = zip(encoder, maps_of_each(decoder, queries, queries), maps_of_each(cross, queries, keys), strict=True)
         maps = [dict(zip(("encoder", "decoder", "cross"), three, strict=True)) for three in each]
         return maps[0] if source_lengths is None and target_lengths is None else maps
 
 
 def translation_loss(model: TranslationModel, batch: Batch, label_smoothing: float = 0.0) -> Tensor:
-    """Sum of the cross entropy over the real target tokens of a batch, fp32, in nats; padding never takes part.
+    """Return the summed cross entropy of a batch over real target tokens, fp32, in nats; padding is excluded.
 
     `model` may be wrapped (torch.compile, DistributedDataParallel), as long as `model.output` is reachable.
     """

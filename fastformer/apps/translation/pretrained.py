@@ -1,6 +1,6 @@
-"""Marian, the architecture of the OPUS-MT models of transformers, as a translation model (Junczys-Dowmunt et al. 2018).
+"""Convert Marian (Junczys-Dowmunt et al. 2018), the architecture of OPUS-MT models, from and to transformers.
 
-Its decoder starts with the padding token, so bos and padding are one id here.
+Marian's decoder starts with the padding token, so `bos_id` equals `pad_id`.
 """
 
 from pathlib import Path
@@ -14,34 +14,33 @@ from fastformer.apps.text import Tokenizer, read_marian
 from fastformer.apps.translation.model import TranslationConfig, TranslationModel
 from fastformer.apps.translation.translator import Translator
 
-_LONGEST = 1 << 16  # rows of the table of positions, which transformers computes before it has a weight
+_MOST_POSITIONS = 1 << 16  # transformers computes the table of positions before it loads a weight
 
-
-_PARTS = {
+_LAYER = {
     "self_attn.out_proj": "self_attn.out_proj",
     "linear1": "fc1",
     "linear2": "fc2",
     "norm1": "self_attn_layer_norm",
 }
-_ENCODER = {**_PARTS, "norm2": "final_layer_norm"}
+_ENCODER = {**_LAYER, "norm2": "final_layer_norm"}
 _DECODER = {
-    **_PARTS,
+    **_LAYER,
     "multihead_attn.out_proj": "encoder_attn.out_proj",
     "norm2": "encoder_attn_layer_norm",
     "norm3": "final_layer_norm",
 }
 
 
-def _stack(name: str, layer: dict[str, str], attention: dict[str, str]) -> dict[str, str]:
-    """Return the weights of a stack: of its linear layers and norms, and the input projections of its attention."""
-    layers = f"{name}.layers.{{n}}."
-    found: dict[str, str] = {}
-    for part in ("weight", "bias"):
-        found |= {f"{layers}{ours}.{part}": f"model.{layers}{theirs}.{part}" for ours, theirs in layer.items()}
-        for ours, theirs in attention.items():
-            qkv = " ".join(f"model.{layers}{theirs}.{x}_proj.{part}" for x in "qkv")
-            found[f"{layers}{ours}.in_proj_{part}"] = qkv
-    return found
+def _stack(name: str, modules: dict[str, str], attention: dict[str, str]) -> dict[str, str]:
+    """Return {parameter name in fastformer: in transformers} of a stack, for modules and for input projections."""
+    layer = f"{name}.layers.{{n}}."
+    names: dict[str, str] = {}
+    for kind in ("weight", "bias"):
+        names |= {f"{layer}{module}.{kind}": f"model.{layer}{hf_name}.{kind}" for module, hf_name in modules.items()}
+        for module, hf_name in attention.items():
+            qkv = " ".join(f"model.{layer}{hf_name}.{x}_proj.{kind}" for x in "qkv")
+            names[f"{layer}{module}.in_proj_{kind}"] = qkv
+    return names
 
 
 _WEIGHTS = {
@@ -60,15 +59,15 @@ def _table(model: TranslationModel, like: Tensor) -> Tensor:
 
 def _settings(c: Reader) -> dict[str, Any]:
     c.require(is_decoder=False, encoder_layerdrop=0, decoder_layerdrop=0)
-    for ours in ("attention_heads", "ffn_dim"):
-        one, other = getattr(c, f"encoder_{ours}"), getattr(c, f"decoder_{ours}")
-        if one != other:
-            raise c.refuse(f"decoder_{ours}", other, f"encoder_{ours}, {one}")
+    for name in ("attention_heads", "ffn_dim"):
+        encoder, decoder = getattr(c, f"encoder_{name}"), getattr(c, f"decoder_{name}")
+        if encoder != decoder:
+            raise c.refuse(f"decoder_{name}", decoder, f"encoder_{name}, {encoder}")
     shared, tied = c.share_encoder_decoder_embeddings, c.tie_word_embeddings
     if shared and not tied:
         raise c.refuse("tie_word_embeddings", tied, "True with share_encoder_decoder_embeddings")
-    if not 1 <= c.max_position_embeddings <= _LONGEST:
-        raise c.refuse("max_position_embeddings", c.max_position_embeddings, f"from 1 to {_LONGEST:,}")
+    if not 1 <= c.max_position_embeddings <= _MOST_POSITIONS:
+        raise c.refuse("max_position_embeddings", c.max_position_embeddings, f"from 1 to {_MOST_POSITIONS:,}")
     ids = c.ids("decoder_start_token_id")
     if ids["bos_id"] == ids["eos_id"]:
         raise c.refuse("decoder_start_token_id", c.decoder_start_token_id, "another token than eos_token_id")
@@ -95,7 +94,7 @@ def _settings(c: Reader) -> dict[str, Any]:
 
 
 def _configuration(c: TranslationConfig) -> dict[str, Any]:
-    activations = {ours: theirs for theirs, ours in ACTIVATIONS.items()}
+    activations = {name: hf_name for hf_name, name in ACTIVATIONS.items()}
     return {
         "vocab_size": c.source_vocabulary,
         "decoder_vocab_size": c.target_vocabulary,
@@ -141,7 +140,7 @@ ARCHITECTURES = {
             "model.encoder.embed_positions.weight": _table,
             "model.decoder.embed_positions.weight": _table,
         },
-        # What generation reads, and the target's vocabulary where both sides have one.
+        # Settings of generation, and the size of the target vocabulary, unused with a joint one.
         idle=frozenset({"forced_eos_token_id", "bos_token_id", "decoder_vocab_size"}),
         configuration=_configuration,
         unlike=frozenset({"output_bias"}),

@@ -1,4 +1,7 @@
-"""Runs of translation models, and what loads and evaluates them; `fastformer.apps.runs.folder` has the folder."""
+"""Training runs of translation models, and functions that load and evaluate them.
+
+`fastformer.apps.runs.folder` describes the files of a run folder.
+"""
 
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -142,11 +145,11 @@ class TranslationRun(Run):
 
         def score(model: TranslationModel, indices: NDArray[np.int64]) -> dict[str, float | str]:
             values: dict[str, float | str] = {"loss": corpus_loss(model, pairs.take(indices))}
-            shown = corpus.take([i for i in indices.tolist() if i < data.bleu_sentences], "valid")
-            if len(shown):
+            scored = corpus.take([i for i in indices.tolist() if i < data.bleu_sentences], "valid")
+            if len(scored):
                 translator = Translator(model, source, target, data.max_length)
-                found = translator.translate(shown.source, SearchOptions(beam=1))
-                scores = score_translations(found, shown.target, tokenizer=tokenizer)
+                translations = translator.translate(scored.source, SearchOptions(beam=1))
+                scores = score_translations(translations, scored.target, tokenizer=tokenizer)
                 values |= {"bleu": scores.bleu, "bleu_signature": scores.bleu_signature, "chrf": scores.chrf}
             return values
 
@@ -157,13 +160,13 @@ def load_translator(folder: Path | str, checkpoint: str = "best", device: torch.
     """Load a run's model and tokenizers, ready to translate.
 
     Args:
-        folder: of the run.
+        folder: the run folder.
         checkpoint: "best" (by validation), "last" or "average".
-        device: of the model.
+        device: where the model is loaded.
 
     Raises:
         FileNotFoundError: there is no such run.
-        ValueError: the run is of another kind, or this machine cannot hold the model.
+        ValueError: the run is of another kind, or the model exceeds this machine's memory.
         fastformer.apps.train.CheckpointError: there is no such checkpoint, or it is damaged.
     """
     model = APPLICATION.load_for_inference(folder, checkpoint, device)
@@ -177,17 +180,17 @@ def complete_run(
 ) -> None:
     """Write tokenizers and config.toml into a `Trainer`'s folder, which `load_translator` and every command then open.
 
-    Call it before or after `fit`, in all processes. The folder does not know the text, so the run goes on in Python
-    only, and `fastformer evaluate` needs `--source` and `--target`.
+    Call it before or after `fit`, in all processes. The folder does not name the text: only Python can continue the
+    run, and `fastformer evaluate` needs `--source` and `--target`.
 
     Args:
-        trainer: of a `TranslationModel`.
-        source_tokenizer, target_tokenizer: the same one twice if it is joint.
+        trainer: the trainer of a `TranslationModel`.
+        source_tokenizer, target_tokenizer: the same tokenizer twice for a joint vocabulary.
         max_length: longest sentence in tokens with eos; `translate` cuts longer ones.
 
     Raises:
-        TypeError: the trainer's model is another one.
-        ValueError: the model does not fit the tokenizers, or max_length its positions.
+        TypeError: the trainer's model is not a `TranslationModel`.
+        ValueError: the model does not fit the tokenizers, or max_length exceeds the model's positions.
     """
     config, tokenizers = getattr(trainer.model, "config", None), (source_tokenizer, target_tokenizer)
     data = {"max_length": max_length}

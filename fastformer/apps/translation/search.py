@@ -1,7 +1,7 @@
 """Greedy and beam search with a cache, batched; finished sentences leave the batch.
 
-The same sentence gets the same translation whatever stands beside it in the batch: the length limit, the penalties and
-the stopping rule are its own.
+The translation of a sentence does not depend on the rest of the batch: length limit, penalties and stopping rule apply
+to each sentence separately.
 
 Letters: B sentences, N hypotheses a sentence, T steps taken, V vocabulary.
 """
@@ -19,9 +19,9 @@ from fastformer.apps.translation.state import DecoderState, StaticDecoderState
 from fastformer.host.devices import send
 from fastformer.packing import lengths_of
 
-# Finished rows leave once they are an eighth of the batch: each removal copies the cache. Where steps are CUDA graphs,
-# it takes another graph too, so half of the rows must have finished, of more than 64: an H200 reads weights for longer
-# than it computes up to 206 rows in bf16 and 28 in fp32, by its data sheet (not measured on a GPU).
+# Finished rows are removed once they are an eighth of the batch, because each removal copies the cache. Steps in CUDA
+# graphs then need another graph too, so half of the rows must have finished, of more than 64: by its data sheet an H200
+# reads weights for longer than it computes up to 206 rows in bf16 and 28 in fp32 (not measured on a GPU).
 _REPLAYED_ROWS = 64
 _UNLIMITED = 1 << 31  # tokens; the sum of two such numbers fits into 64 bits
 _HIGHEST_POWER = 30  # a double holds (2 ** 31) ** 30
@@ -30,7 +30,7 @@ _BEAM = {"search": "a beam above 1"}
 
 
 class SearchOptions(Settings):
-    """How to search; each setting is described by its help text."""
+    """Options of greedy and beam search; the help text of each setting describes it."""
 
     beam: int = setting(4, "hypotheses kept a sentence; 1 is greedy search", at_least=1, at_most=LARGEST)
     n_best: int = setting(1, "translations returned a sentence", at_least=1, at_most="beam", only=_BEAM)
@@ -68,8 +68,8 @@ class SearchOptions(Settings):
 class Hypothesis:
     """One translation: ids without bos and eos; log probability in nats, and the score that ranked it.
 
-    The log probability is the model's own, summed over the tokens (eos included, unless the length limit cut it off);
-    tokens that the options rule out keep their share.
+    The log probability is the model's own, summed over the tokens (eos included, unless the length limit cut it off).
+    It is not renormalised over the tokens that the options allow.
     """
 
     ids: list[int]
@@ -84,10 +84,10 @@ def greedy_search(
     """Take the most probable token at every step.
 
     Args:
-        model: its mode (train or eval) is left as it is; call `.eval()` first.
+        model: call `.eval()` first; the mode (train or eval) is not changed.
         source: int64 ids with eos, packed `[S]` or padded `[B, S]`.
         source_lengths: int64 `[B]`.
-        options: beam, n_best and length_penalty do not matter here.
+        options: beam, n_best and length_penalty are ignored.
 
     Returns:
         One hypothesis a sentence.
@@ -121,17 +121,17 @@ def greedy_search(
         ended = running & (ids == config.eos_id)
         lengths[active] = torch.where(ended, t + 1, lengths[active])
         running = running & ~ended & (limits[active] > t + 1)
-        left = int(running.sum())
-        if left == 0:
+        running_rows = int(running.sum())
+        if running_rows == 0:
             break
-        if _compacts(state, left, len(running)):
+        if _compacts(state, running_rows, len(running)):
             rows = running.nonzero().squeeze(1)
             state.keep(rows)
             active, running = active[rows], running[rows]
-    found = list(zip(output[:, 1:].tolist(), lengths.tolist(), scores.tolist(), strict=True))
-    if any(math.isnan(score) for *_, score in found):
+    results = list(zip(output[:, 1:].tolist(), lengths.tolist(), scores.tolist(), strict=True))
+    if any(math.isnan(score) for *_, score in results):
         raise FloatingPointError(_DIVERGED)
-    return [_hypothesis(ids, length, score, score, config.eos_id) for ids, length, score in found]
+    return [_hypothesis(ids, length, score, score, config.eos_id) for ids, length, score in results]
 
 
 @torch.inference_mode()
@@ -173,33 +173,34 @@ def beam_search(
         _forbid(log_p, tokens[:, :, 1 : t + 1].flatten(0, 1), config, options)
         log_p = log_p.view(b, N, -1)
         V = log_p.shape[-1]
-        # 2N candidates: even if N of them end here, N are left to carry on.
+        # 2N candidates: even if N of them end here, N continue.
         candidates, where = (scores[:, :, None] + log_p).flatten(1).topk(min(2 * N, N * V), -1)  # [b, 2N]
         parents, ids = where // V, where % V
         ends = ids == config.eos_id
 
-        # Those that end among the best N compete with those that ended before.
+        # Hypotheses among the best N that end compete with those that ended before.
         if bool(ends[:, :N].any()):
             closing = tokens[:, :, 1:].gather(1, parents[:, :N, None].expand(-1, -1, longest))
             closing[:, :, t] = config.eos_id
             finished.add(closing, t + 1, torch.where(ends[:, :N], candidates[:, :N], -math.inf))
 
-        # The best N that do not end carry on.
-        scores, kept = candidates.masked_fill(ends, -math.inf).topk(N, -1)
-        parents, ids = parents.gather(1, kept), ids.gather(1, kept)
+        # The best N that do not end continue.
+        scores, best = candidates.masked_fill(ends, -math.inf).topk(N, -1)
+        parents, ids = parents.gather(1, best), ids.gather(1, best)
         tokens = tokens.gather(1, parents[:, :, None].expand(-1, -1, longest + 1))
         tokens[:, :, t + 1] = ids
 
         cut = limits[active] <= t + 1
         if bool(cut.any()):
-            # What the length limit cuts off ranks with the finished ones, as it is.
+            # Hypotheses at the length limit are ranked with the finished ones.
             finished.add(tokens[:, :, 1:], t + 1, torch.where(cut[:, None], scores, -math.inf))
-        promise = _ranked(scores[:, 0], t + 1, options.length_penalty)
-        done = cut | (promise <= finished.scores[:, -1])
+        bound = _penalised(scores[:, 0], t + 1, options.length_penalty)
+        done = cut | (bound <= finished.scores[:, -1])
         rows = done.nonzero().squeeze(1)
         if rows.numel():
-            for sentence, found in zip(active[rows].tolist(), finished.best(rows, options.n_best, config), strict=True):
-                results[sentence] = found
+            n_best = finished.best(rows, options.n_best, config)
+            for sentence, hypotheses in zip(active[rows].tolist(), n_best, strict=True):
+                results[sentence] = hypotheses
         if rows.numel() == b:
             break
         state.reorder((parents + torch.arange(b, device=device)[:, None] * N).flatten())
@@ -222,9 +223,9 @@ def _state(
     return StaticDecoderState(model, source, source_lengths, hypotheses, longest=longest)
 
 
-def _compacts(state: DecoderState, left: int, rows: int) -> bool:
-    """Return whether to take finished rows out, so that `left` of them go on."""
-    return rows > _REPLAYED_ROWS and left <= rows // 2 if state.replays else left <= 7 * rows / 8
+def _compacts(state: DecoderState, running_rows: int, rows: int) -> bool:
+    """Return whether to remove finished rows from the batch, of which `running_rows` continue."""
+    return rows > _REPLAYED_ROWS and running_rows <= rows // 2 if state.replays else running_rows <= 7 * rows / 8
 
 
 class _Finished:
@@ -238,9 +239,9 @@ class _Finished:
         self.scores = self.log_probabilities.double()
 
     def add(self, tokens: Tensor, length: int, log_probabilities: Tensor) -> None:
-        """Let N more hypotheses a sentence compete: tokens `[b, N, longest]`, log probabilities `[b, N]` or -inf."""
+        """Merge N more hypotheses a sentence: tokens `[b, N, longest]`, log probabilities `[b, N]` or -inf."""
         N = self.scores.shape[1]
-        scores = torch.cat([self.scores, _ranked(log_probabilities, length, self.length_penalty)], 1)  # [b, 2N]
+        scores = torch.cat([self.scores, _penalised(log_probabilities, length, self.length_penalty)], 1)  # [b, 2N]
         self.scores, best = scores.topk(N, -1)
         self.log_probabilities = torch.cat([self.log_probabilities, log_probabilities], 1).gather(1, best)
         self.lengths = torch.cat([self.lengths, torch.full_like(self.lengths, length)], 1).gather(1, best)
@@ -248,12 +249,12 @@ class _Finished:
         self.tokens = torch.cat([self.tokens, tokens], 1).gather(1, wide)
 
     def keep(self, rows: Tensor) -> None:
-        """Go on with these sentences only."""
+        """Keep these sentences only."""
         self.tokens, self.lengths = self.tokens[rows], self.lengths[rows]
         self.log_probabilities, self.scores = self.log_probabilities[rows], self.scores[rows]
 
     def best(self, rows: Tensor, n: int, config: TranslationConfig) -> list[list[Hypothesis]]:
-        """The n best hypotheses of some sentences; fewer where the vocabulary allows no more."""
+        """Return the n best hypotheses of the sentences in `rows`; fewer if the vocabulary allows no more."""
         fields = (self.tokens, self.lengths, self.log_probabilities, self.scores)
         return [
             [
@@ -265,8 +266,8 @@ class _Finished:
         ]
 
 
-def _ranked(log_probabilities: Tensor, length: int, penalty: float) -> Tensor:
-    """The scores of hypotheses of so many tokens, in fp64: beyond its range, fp32 would make them equal."""
+def _penalised(log_probabilities: Tensor, length: int, penalty: float) -> Tensor:
+    """Return the scores of hypotheses of `length` tokens, in fp64: scores beyond the range of fp32 would be equal."""
     return log_probabilities.double() / math.pow(length, penalty)
 
 
@@ -276,9 +277,9 @@ def _hypothesis(ids: list[int], length: int, log_probability: float, score: floa
 
 
 def _forbid(scores: Tensor, tokens: Tensor, config: TranslationConfig, options: SearchOptions) -> None:
-    """Rule out, in place, what may not follow `tokens` `[R, t]`: set its scores `[R, V]` to -inf.
+    """Set the scores `[R, V]` of ids that may not follow `tokens` `[R, t]` to -inf, in place.
 
-    Padding and bos never may, eos not before the minimum length unless nothing else is left.
+    Padding and bos are always forbidden, eos before the minimum length unless no other id is allowed.
     """
     for i in {config.pad_id, config.bos_id} - {config.eos_id}:  # a list would be copied to the device: a wait
         scores[:, i] = -math.inf
@@ -294,7 +295,7 @@ def _forbid(scores: Tensor, tokens: Tensor, config: TranslationConfig, options: 
 
 
 def _forbid_repeats(scores: Tensor, tokens: Tensor, size: int) -> None:
-    """Rule out, in place, tokens that would repeat an n-gram of `tokens` `[R, t]`."""
+    """Set the scores of ids that would repeat an n-gram of `tokens` `[R, t]` to -inf, in place."""
     t = tokens.shape[1]
     if t < size:
         return

@@ -1,4 +1,4 @@
-"""Hypotheses in progress: what a translation model has written of each, in the cache of its decoder.
+"""The state of decoding with a translation model: unfinished hypotheses in the decoder's cache.
 
 Letters: B sentences, N hypotheses a sentence, R = B * N rows, V vocabulary.
 """
@@ -22,7 +22,7 @@ _LEAST_STEPS = 8
 
 
 class DecoderState:
-    """A batch of hypotheses in progress.
+    """A batch of unfinished hypotheses.
 
     Args:
         model: in evaluation mode.
@@ -58,16 +58,16 @@ class DecoderState:
         return self.model.logits(self.model.decoder.step(x, self.cache)[:, 0])
 
     def reorder(self, rows: Tensor) -> None:
-        """Let row i carry on from row `rows[i]`, int64 `[R]`, within the same sentence."""
+        """Replace row i by row `rows[i]` of the same sentence; rows: int64 `[R]`."""
         self.cache.reorder(rows)
 
     def keep(self, sentences: Tensor) -> None:
-        """Go on with these sentences only, int64, ascending."""
+        """Keep these sentences only, int64, ascending."""
         self.cache.keep(sentences)
 
 
 class StaticDecoderState(DecoderState):
-    """Hypotheses in progress whose steps a CUDA graph replays: one launch a step in place of 120 (6 layers).
+    """Unfinished hypotheses whose steps a CUDA graph replays: one launch a step in place of 120 (6 layers).
 
     The cache has a fixed capacity and holds the positions, so that each step reads the same tensors. Where tensors are
     replaced, because rows leave or the cache grows, one step runs eagerly and the next is captured. Without a CUDA
@@ -90,7 +90,7 @@ class StaticDecoderState(DecoderState):
         self._ids = torch.zeros(self.cache.rows, dtype=torch.int64, device=device_of(model))
         self._recorder = recorder(self._ids.device, keeps_memory=True)
         self._recorded: Recorded | None = None
-        self._warm = False  # kernels are compiled and libraries have allocated for the tensors of today
+        self._warm = False  # kernels are compiled and libraries have allocated for the current tensors
         self._failures = 0  # of captures on the device, before this one
 
     def _new_cache(self, memory: Tensor, layout: Layout) -> KVCache:
@@ -99,7 +99,7 @@ class StaticDecoderState(DecoderState):
 
     @property
     def replays(self) -> bool:
-        """Whether steps may come from a CUDA graph, of which each number of rows needs its own."""
+        """Whether steps may come from a CUDA graph; each number of rows needs a separate graph."""
         return self._recorder is not None
 
     def step(self, ids: Tensor) -> Tensor:
@@ -122,7 +122,7 @@ class StaticDecoderState(DecoderState):
         return logits
 
     def _run(self, steps_left: int) -> Tensor:
-        """Run a step, eagerly or from the graph; `steps_left`: at most, until tensors are replaced."""
+        """Run a step, eagerly or from the graph; at most `steps_left` steps remain until tensors are replaced."""
         if self._recorder is None:
             return self._step()
         if self._recorded is not None and self._recorder.failures > self._failures:
@@ -144,11 +144,11 @@ class StaticDecoderState(DecoderState):
         return output
 
     def _step(self) -> Tensor:
-        """Compute the step that a graph holds: nothing here depends on what the host counts."""
+        """Compute the step that a graph captures: it must not depend on the host's step count."""
         return self._logits(self._ids, self.cache.lengths, self.cache.capacity)
 
     def keep(self, sentences: Tensor) -> None:
-        """Go on with these sentences only, int64, ascending."""
+        """Keep these sentences only, int64, ascending."""
         super().keep(sentences)
         self._ids = self._ids[: self.cache.rows]
         self._recorded, self._warm = None, False

@@ -1,4 +1,4 @@
-"""Text to text: tokenise, search in batches of similar length, detokenise, in the order of the input."""
+"""Translate text: tokenise, search in batches of similar length, and detokenise in the order of the input."""
 
 import logging
 from collections.abc import Iterator, Sequence
@@ -27,11 +27,11 @@ class Translation:
 
 
 class Translator:
-    """A model with its tokenizers.
+    """A translation model with its tokenizers.
 
     Args:
         model: put into evaluation mode.
-        source_tokenizer, target_tokenizer: those it was trained with.
+        source_tokenizer, target_tokenizer: the tokenizers that the model was trained with.
         max_source_length: longer sentences are cut, as in training; tokens with eos. Learned positions may allow less.
 
     Raises:
@@ -68,13 +68,13 @@ class Translator:
     def candidates(
         self, sentences: Sequence[str], options: SearchOptions | None = None, batch_size: int = 64
     ) -> list[list[Translation]]:
-        """Like `translate`, with the `n_best` translations of each sentence and their scores."""
+        """Return the `n_best` translations of each sentence with their scores; arguments as in `translate`."""
         options = options or SearchOptions()
         check_value("batch_size", batch_size, int, at_least=1)
         check_texts("sentences", sentences)
         results: list[list[Translation]] = [[Translation("", 0.0, 0.0)] for _ in sentences]
-        for indices, found in self._search(sentences, options, batch_size):
-            for index, hypotheses in zip(indices, found, strict=True):
+        for indices, batch in self._search(sentences, options, batch_size):
+            for index, hypotheses in zip(indices, batch, strict=True):
                 results[index] = [
                     Translation(self.target_tokenizer.decode(h.ids), h.log_probability, h.score) for h in hypotheses
                 ]
@@ -100,17 +100,17 @@ class Translator:
                 yield indices, beam_search(self.model, ids, source_lengths, options)
 
     def score(self, sources: Sequence[str], targets: Sequence[str], batch_size: int = 64) -> list[tuple[float, int]]:
-        """Score given translations: (log probability in nats, tokens with eos) of each pair.
+        """Return (log probability in nats, tokens with eos) of each pair of a source and a translation.
 
         Raises:
-            ValueError: the numbers of sentences differ, or one has no token or more than training reads.
+            ValueError: the numbers of sentences differ, or a sentence has no token or more than `max_source_length`.
         """
         return list(self.score_each(sources, targets, batch_size))
 
     def score_each(
         self, sources: Sequence[str], targets: Sequence[str], batch_size: int = 64
     ) -> Iterator[tuple[float, int]]:
-        """Score like `score`, a batch when its first pair is asked for."""
+        """Yield what `score` returns; a batch is computed when its first pair is requested."""
         check_value("batch_size", batch_size, int, at_least=1)
         check_texts("sources", sources)
         check_texts("targets", targets)
@@ -119,8 +119,8 @@ class Translator:
         if not sources:
             return iter(())
         pairs = EncodedPairs(
-            self._encode_whole("source", sources, self.source_tokenizer),
-            self._encode_whole("target", targets, self.target_tokenizer),
+            self._encode_uncut("source", sources, self.source_tokenizer),
+            self._encode_uncut("target", targets, self.target_tokenizer),
             self.source_tokenizer.special_ids,
             self.target_tokenizer.special_ids,
         )
@@ -137,15 +137,13 @@ class Translator:
             hidden = self.model(batch.source, source, batch.target_in, target)
             log_p = self.model.logits(hidden).float().log_softmax(-1)
             chosen = log_p.gather(1, batch.target_out[:, None]).squeeze(1).double()
-            lengths = batch.target_lengths.tolist()
-            parts = torch.split(chosen, lengths)
-            yield from [(float(part.sum()), length) for part, length in zip(parts, lengths, strict=True)]
+            yield from [(float(x.sum()), len(x)) for x in torch.split(chosen, batch.target_lengths.tolist())]
 
-    def _encode_whole(self, side: str, sentences: Sequence[str], tokenizer: Tokenizer) -> Sequences:
-        """Encode sentences of which none may be cut or left out."""
+    def _encode_uncut(self, side: str, sentences: Sequence[str], tokenizer: Tokenizer) -> Sequences:
+        """Encode sentences; raise ValueError for an empty one, or one that would be cut."""
         sequences = Sequences.from_lists(tokenizer.encode_batch(list(sentences)))
         most = self.max_source_length - 1
         for number, length in enumerate(sequences.lengths.tolist(), start=1):
             if not 1 <= length <= most:
-                raise ValueError(f"{side} {number} has {length} tokens; what is scored must have 1 to {most}")
+                raise ValueError(f"{side} {number} has {length} tokens; scored sentences must have 1 to {most}")
         return sequences

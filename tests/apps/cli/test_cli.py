@@ -62,7 +62,7 @@ def test_given_translations_are_scored(run: Path, tmp_path: Path) -> None:
         ("nine\none", "neuf", "s has 2 lines but t has 1; they must be pairs"),
         ("nine\n\n", "neuf\nun\n", "s:2: an empty line cannot be scored; leave the pair out"),
         ("nine\none\n", "neuf\n  \n", "t:2: an empty line cannot be scored; leave the pair out"),
-        ("nine\n" + "one " * 300, "neuf\nun", "source 2 has 300 tokens; what is scored must have 1 to 255"),
+        ("nine\n" + "one " * 300, "neuf\nun", "source 2 has 300 tokens; scored sentences must have 1 to 255"),
         ("", "neuf", "s: the file is empty"),
     ],
 )
@@ -221,7 +221,7 @@ WRONG = [
         "--quantization is not for format safetensors",
     ),
     ("export --run run --to out --dtype float16", "--dtype is not for format ctranslate2"),
-    ("plot positions --checkpoint last", "--checkpoint is of a run; give --run too"),
+    ("plot positions --checkpoint last", "--checkpoint needs --run"),
 ]
 
 

@@ -172,7 +172,7 @@ WRONG = [
     ("plot positions --run lm --length 10", "a sequence of 10 is longer than max_length, 9"),
     ("plot positions --run lm --length 0", "length must be at least 1 and at most 16,384, not 0"),
     ("plot positions --run lm --d-model 16", "--d-model is for positions without a run"),
-    ("plot positions --side source", "--side is of a run; give --run too"),
+    ("plot positions --side source", "--side needs --run"),
     ("plot history begun", "begun: no metrics yet, so there is nothing to draw"),
     ("plot history pieces pieces", "runs names pieces twice"),
     ("compare nothing", "nothing is not a run folder"),

@@ -89,7 +89,7 @@ WRONG = [
     ("train lm --run new --config kind.toml --steps 1", "classification, not 'poetry'"),
     ("train lm --run tr --resume --steps 9", "tr is a translation run; use `fastformer translate`"),
     ("train --run lm --resume --steps 9", "lm is a language-model run; use `fastformer generate`"),
-    ("train --steps 9 lm --run new", "--steps must stand behind lm"),
+    ("train --steps 9 lm --run new", "--steps must come after lm"),
     ("translate --run lm hello", "lm is a language-model run; use `fastformer generate`"),
     ("generate --run tr hello", "tr is a translation run; use `fastformer translate`"),
     ("evaluate --run lm --beam 3", "lm is a language-model run"),

@@ -12,7 +12,7 @@ pytest.importorskip("typer", reason="the command line needs the extra `apps`")
 
 from fastformer.apps.classification.model import ClassifierConfig, SequenceClassifier
 from fastformer.apps.classification.run import APPLICATION as CLASSIFICATION
-from fastformer.apps.cli.console import given_lines, put_lines
+from fastformer.apps.cli.console import input_batches, put_lines
 from fastformer.apps.language.model import LanguageConfig, LanguageModel
 from fastformer.apps.language.run import APPLICATION as LANGUAGE
 from fastformer.apps.text import TextError, WordTokenizer
@@ -129,11 +129,11 @@ def test_a_file_with_a_wrong_byte_gives_an_error_before_any_answer(runs, tmp_pat
 
 def test_lines_of_a_file_are_read_several_batches_ahead(tmp_path):
     (tmp_path / "lines").write_text("a\nb\nc\nd\ne\n")
-    given = given_lines(None, tmp_path / "lines", tmp_path / "out", "texts", 2, ahead=2)
+    given = input_batches(None, tmp_path / "lines", tmp_path / "out", "texts", 2, ahead=2)
     assert list(given) == [["a", "b", "c", "d"], ["e"]]
     (tmp_path / "lines").write_text("")
     with pytest.raises(TextError, match="the file is empty"):
-        given_lines(None, tmp_path / "lines", tmp_path / "out", "texts", 2)
+        input_batches(None, tmp_path / "lines", tmp_path / "out", "texts", 2)
 
 
 def test_an_interrupted_output_is_kept_beside_the_earlier_one_and_named(tmp_path, caplog):

@@ -54,7 +54,7 @@ EARLY = [
     (f"{TRAIN_LM} --batch-sentences 4", "batch_sentences has an effect only with sentence pairs, not with running"),
     (f"{TRAIN_LM} --stream columns", "batch_tokens has an effect only with stream=documents, not with stream=columns"),
     (f"{TRAIN_LM} --size 9", "size has an effect only with docstrings, not with a text file to split"),
-    (f"{TRAIN_LM} --context 65", "batch_tokens (64) must have room for context (65)"),
+    (f"{TRAIN_LM} --context 65", "batch_tokens (64) must be at least context (65)"),
     (f"{TRAIN_LM} --valid-text no.txt", "no.txt: no such file"),
 ]  # fmt: skip
 

@@ -78,18 +78,18 @@ def test_logits_are_ours_in_their_class_and_folder(model: Any, tmp_path: Any) ->
 @pytest.mark.parametrize(
     ("model", "message"),
     [
-        (language_model(norm="rms"), r"GPT2LMHeadModel cannot be this model: norm='rms' \(there it is 'layer'\)"),
-        (language_model(positions="sinusoidal"), r"positions='sinusoidal' \(there it is 'learned'\)"),
+        (language_model(norm="rms"), "GPT2LMHeadModel cannot represent this model: norm='rms' must be 'layer'"),
+        (language_model(positions="sinusoidal"), "positions='sinusoidal' must be 'learned'"),
         (language_model(norm_first=False, window=4), r"norm_first=False .*window=4"),
         (language_model(scale_embeddings=True), "scale_embeddings=True"),
         (language_model(kv_heads=2), "kv_heads=2"),
         (language_model(output_bias=True), "output_bias=True"),
         (language_model(activation="swiglu"), "activation_function must be .*, not 'swiglu'"),
-        (translation_model(positions="sinusoidal"), r"MarianMTModel cannot be .*positions='sinusoidal' \(there it is"),
+        (translation_model(positions="sinusoidal"), "MarianMTModel cannot represent .*positions='sinusoidal' must be"),
         (translation_model(norm_first=True, final_norm=True), "norm_first=True .*final_norm=True"),
         (translation_model(norm_eps=1e-6), "norm_eps=1e-06"),
         (translation_model(bias=False), "bias=False"),
-        (TextEncoder(EncoderConfig(9, d_model=8, heads=2, layers=1)), "TextEncoder becomes no model of transformers"),
+        (TextEncoder(EncoderConfig(9, d_model=8, heads=2, layers=1)), "model must be one of .*, not a TextEncoder"),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )

@@ -1,8 +1,8 @@
 """Sampling from a language model: the choice of the next token, and the loop that continues prompts.
 
-A text depends on its prompt, the options and the seed, not on the other prompts of its batch (up to the last bits of
-the logits): each text draws one number a token from a separate stream, seeded by the seed, the prompt, and how often
-the prompt occurred before.
+A text depends on the prompt, the options and the seed. It does not depend on other prompts in the batch, up to the last
+bits of the logits: each text draws one number a token from a separate stream, seeded by the seed, the prompt, and how
+often the prompt occurred before.
 
 Letters: B rows, V vocabulary.
 """

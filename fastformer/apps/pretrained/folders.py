@@ -1,8 +1,8 @@
 """Load folders that `save_pretrained` of transformers wrote, after comparing sizes in settings and files.
 
-transformers itself follows an index out of the folder, loads an adapter beside the model, fetches kernels that a
-configuration names, casts weights of any kind, and builds any size. So it is passed settings and tensors, and opens no
-file.
+transformers itself follows an index out of the folder, loads an adapter beside the model, and fetches kernels that a
+configuration names. It also casts weights of any kind, and builds any size. So it is passed settings and tensors, and
+opens no file.
 """
 
 from collections.abc import Iterator, Mapping
@@ -139,7 +139,5 @@ def refusals(source: Path | str) -> Iterator[None]:
     except (ValueError, MemoryError):
         raise
     except Exception as error:
-        message = " ".join(str(error).split())[:300]
-        raise ValueError(
-            f"{source}: transformers cannot build this model ({type(error).__name__}: {message})"
-        ) from None
+        message = f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
+        raise ValueError(f"{source}: transformers cannot build this model ({message})") from None

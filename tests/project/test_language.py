@@ -1,0 +1,55 @@
+"""The package's names and docstrings, as far as a program can tell: `CONTRIBUTING.md` has the rules."""
+
+import ast
+import re
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+FILES = sorted((ROOT / "fastformer").rglob("*.py"))
+# Words in place of a noun: a variable says what it holds.
+VAGUE_NAMES = {"found", "kept", "given", "wanted", "its", "theirs", "ours", "made", "said", "told", "asked"}
+NOT_VERBS = {
+    "a", "all", "an", "as", "at", "both", "by", "each", "every", "for", "how", "if", "in", "no", "of", "on", "one", "several",
+    "that", "the", "these", "those", "what", "when", "where", "whether", "which", "who", "why", "with",
+}  # fmt: skip
+METAPHORS = re.compile(r"\b(rooms?|floors?|doors?|strangers?|houses?|neighbours?)\b", re.I)
+
+
+def properties(tree: ast.AST) -> set[ast.AST]:
+    return {
+        node
+        for node in ast.walk(tree)
+        if isinstance(node, ast.FunctionDef)
+        and any(isinstance(each, ast.Name) and each.id.endswith("property") for each in node.decorator_list)
+    }
+
+
+def faults(source: str) -> list[str]:
+    tree, lines = ast.parse(source), []
+    nouns = properties(tree)
+    for node in ast.walk(tree):
+        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)) and node not in nouns:
+            first = re.match(r"\W*(\w+)", ast.get_docstring(node) or "")
+            if first and (first[1].lower() in NOT_VERBS or first[1][0].islower()):
+                lines.append(f"{node.lineno}: the docstring of {node.name} begins with {first[1]!r}, not with a verb")
+            parameters = {each.arg for each in ast.walk(node.args) if isinstance(each, ast.arg)}
+            stored = {x.id for x in ast.walk(node) if isinstance(x, ast.Name) and isinstance(x.ctx, ast.Store)}
+            lines += [f"{node.lineno}: {name} in {node.name}" for name in sorted(stored & VAGUE_NAMES - parameters)]
+        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef, ast.Module)):
+            lines += [f"{word[0]!r} in a docstring" for word in METAPHORS.finditer(ast.get_docstring(node) or "")]
+    return lines
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(ROOT / "fastformer")))
+def test_docstrings_begin_with_a_verb_and_names_say_what_they_hold(path: Path) -> None:
+    assert faults(path.read_text(encoding="utf-8")) == []
+
+
+def test_faults_are_seen() -> None:
+    source = 'def f(kept):\n    """What a room holds."""\n    found = kept = 1\n    return found\n'
+    assert faults(source) == [
+        "1: the docstring of f begins with 'What', not with a verb", "1: found in f", "'room' in a docstring",
+    ]  # fmt: skip
+    assert faults('@property\ndef f():\n    """The size."""\n') == []

@@ -11,8 +11,8 @@ FILES = sorted((ROOT / "fastformer").rglob("*.py"))
 # Words in place of a noun: a variable says what it holds.
 VAGUE_NAMES = {"found", "kept", "given", "wanted", "its", "theirs", "ours", "made", "said", "told", "asked"}
 NOT_VERBS = {
-    "a", "all", "an", "as", "at", "both", "by", "each", "every", "for", "how", "if", "in", "no", "of", "on", "one", "several",
-    "that", "the", "these", "those", "what", "when", "where", "whether", "which", "who", "why", "with",
+    "a", "all", "an", "as", "at", "both", "by", "each", "every", "for", "how", "if", "in", "no", "of", "on", "one",
+    "several", "that", "the", "these", "those", "what", "when", "where", "whether", "which", "who", "why", "with",
 }  # fmt: skip
 METAPHORS = re.compile(r"\b(rooms?|floors?|doors?|strangers?|houses?|neighbours?)\b", re.I)
 

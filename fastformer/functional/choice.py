@@ -107,8 +107,9 @@ def why_sdpa_takes(q: Tensor, k: Tensor, v: Tensor, rules: AttentionRules, keys:
         rules: as `check_attention` and `check_packed_attention` return them.
         keys: the number of keys of a sequence.
     """
-    limited = rules.window is not None or rules.softcap is not None or rules.tensors.count(None) < len(rules.tensors)
-    if limited or not (only_causal(rules) if rules.causal else True) or torch.are_deterministic_algorithms_enabled():
+    if any(x is not None for x in (rules.window, rules.softcap, *rules.tensors)):
+        return None
+    if (rules.causal and not only_causal(rules)) or torch.are_deterministic_algorithms_enabled():
         return None
     dtype = product_dtype(q)
     # SDPA has no fused backend for grouped heads in fp32, and none that drops all weights.

@@ -38,8 +38,8 @@ from fastformer.apps.train.weights import (
 WEIGHTS, OPTIMIZER, STATE, META = "model.safetensors", "optimizer.safetensors", "state.json", "meta.json"
 
 # The tensors in an optimizer's state for one parameter.
-OPTIMIZER_TENSORS = {"adamw": ("step", "exp_avg", "exp_avg_sq"), "adam": ("step", "exp_avg", "exp_avg_sq"),
-                     "sgd": ("momentum_buffer",)}  # fmt: skip
+_ADAM_TENSORS = ("step", "exp_avg", "exp_avg_sq")
+OPTIMIZER_TENSORS = {"adamw": _ADAM_TENSORS, "adam": _ADAM_TENSORS, "sgd": ("momentum_buffer",)}
 
 
 def write_checkpoint(

@@ -25,6 +25,18 @@ _EMBEDDING = {
     "norm.weight": "LayerNorm.weight",
     "norm.bias": "LayerNorm.bias",
 }
+_SETTINGS = {
+    "vocabulary": "vocab_size",
+    "d_model": "hidden_size",
+    "heads": "num_attention_heads",
+    "layers": "num_hidden_layers",
+    "feed_forward": "intermediate_size",
+    "norm_eps": "layer_norm_eps",
+    "max_positions": "max_position_embeddings",
+    "token_types": "type_vocab_size",
+    "dropout": "hidden_dropout_prob",
+    "attention_dropout": "attention_probs_dropout_prob",
+}
 
 
 def _weights(prefix: str) -> dict[str, str]:
@@ -42,22 +54,13 @@ def _weights(prefix: str) -> dict[str, str]:
 def _encoder(c: Reader) -> dict[str, Any]:
     c.require(is_decoder=False, add_cross_attention=False)
     return {
-        "vocabulary": c.vocab_size,
-        "d_model": c.hidden_size,
-        "heads": c.num_attention_heads,
-        "layers": c.num_hidden_layers,
-        "feed_forward": c.intermediate_size,
+        **c.settings(_SETTINGS),
         "activation": c.choose("hidden_act", ACTIVATIONS),
-        "norm_eps": c.layer_norm_eps,
         "norm_first": False,
         "final_norm": False,
         "positions": "learned",
-        "max_positions": c.max_position_embeddings,
-        "token_types": c.type_vocab_size,
         "embedding_norm": True,
         "scale_embeddings": False,
-        "dropout": c.hidden_dropout_prob,
-        "attention_dropout": c.attention_probs_dropout_prob,
         "activation_dropout": 0.0,
         "pooling": "first",
         "pooler": any("pooler." in name for name in c.weights),

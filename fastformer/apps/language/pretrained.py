@@ -3,7 +3,7 @@
 from typing import Any
 
 from fastformer.apps.language.model import CLASSICAL, LanguageConfig, LanguageModel
-from fastformer.apps.pretrained.architecture import ACTIVATIONS, Architecture, Reader
+from fastformer.apps.pretrained.architecture import ACTIVATIONS, HF_ACTIVATIONS, Architecture, Reader, hf_settings
 
 _GATED = {"silu": "swiglu", "swish": "swiglu", "gelu": "geglu", "relu": "reglu"}
 
@@ -48,6 +48,28 @@ _LLAMA = {
 }
 
 
+_GPT2_SETTINGS = {
+    "vocabulary": "vocab_size",
+    "d_model": "n_embd",
+    "heads": "n_head",
+    "layers": "n_layer",
+    "norm_eps": "layer_norm_epsilon",
+    "max_positions": "n_positions",
+    "dropout": "resid_pdrop",
+    "embedding_dropout": "embd_pdrop",
+    "attention_dropout": "attn_pdrop",
+}
+_LLAMA_SETTINGS = {
+    "vocabulary": "vocab_size",
+    "d_model": "hidden_size",
+    "heads": "num_attention_heads",
+    "layers": "num_hidden_layers",
+    "feed_forward": "intermediate_size",
+    "norm_eps": "rms_norm_eps",
+    "attention_dropout": "attention_dropout",
+}
+
+
 def _gpt2(c: Reader) -> dict[str, Any]:
     c.require(
         scale_attn_weights=True,
@@ -57,40 +79,23 @@ def _gpt2(c: Reader) -> dict[str, Any]:
     )
     return {
         **CLASSICAL,
-        "vocabulary": c.vocab_size,
-        "d_model": c.n_embd,
-        "heads": c.n_head,
-        "layers": c.n_layer,
+        **c.settings(_GPT2_SETTINGS),
         "feed_forward": c.n_inner or 4 * c.n_embd,
         "activation": c.choose("activation_function", ACTIVATIONS),
-        "norm_eps": c.layer_norm_epsilon,
         "positions": "learned",
-        "max_positions": c.n_positions,
         "scale_embeddings": False,
         "embeddings": _embeddings(c),
-        "dropout": c.resid_pdrop,
-        "embedding_dropout": c.embd_pdrop,
-        "attention_dropout": c.attn_pdrop,
         "activation_dropout": 0.0,
         **c.ids(),
     }
 
 
 def _gpt2_configuration(c: LanguageConfig) -> dict[str, Any]:
-    activations = {name: hf_name for hf_name, name in ACTIVATIONS.items()}
-    rates = {"embd_pdrop": c.embedding_dropout, "attn_pdrop": c.attention_dropout}
     return {
-        "vocab_size": c.vocabulary,
-        "n_embd": c.d_model,
-        "n_head": c.heads,
-        "n_layer": c.layers,
+        **hf_settings(c, _GPT2_SETTINGS),
         "n_inner": c.feed_forward,
-        "activation_function": activations.get(c.activation, c.activation),
-        "layer_norm_epsilon": c.norm_eps,
-        "n_positions": c.max_positions,
+        "activation_function": HF_ACTIVATIONS.get(c.activation, c.activation),
         "tie_word_embeddings": c.embeddings == "tied",
-        "resid_pdrop": c.dropout,
-        **{name: c.dropout if rate is None else rate for name, rate in rates.items()},
         "pad_token_id": c.pad_id,
         "bos_token_id": c.bos_id,
         "eos_token_id": c.eos_id,
@@ -100,21 +105,15 @@ def _gpt2_configuration(c: LanguageConfig) -> dict[str, Any]:
 def _llama_family(c: Reader) -> dict[str, Any]:
     """Return the settings that Llama, Qwen and Mistral have in common."""
     return {
-        "vocabulary": c.vocab_size,
-        "d_model": c.hidden_size,
-        "heads": c.num_attention_heads,
+        **c.settings(_LLAMA_SETTINGS),
         "kv_heads": c.num_key_value_heads or c.num_attention_heads,
         "head_size": getattr(c.config, "head_dim", None) or c.hidden_size // c.num_attention_heads,
-        "layers": c.num_hidden_layers,
-        "feed_forward": c.intermediate_size,
         "activation": c.choose("hidden_act", _GATED),
         "norm": "rms",
-        "norm_eps": c.rms_norm_eps,
         "bias": False,
         "scale_embeddings": False,
         "embeddings": _embeddings(c),
         "dropout": 0.0,
-        "attention_dropout": c.attention_dropout,
         **_rotary(c),
         **c.ids(),
     }

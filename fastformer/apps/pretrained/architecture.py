@@ -1,14 +1,16 @@
-"""Declare how an architecture of transformers maps to fastformer: settings and weights.
+"""Declare how an architecture of transformers maps to fastformer: settings, and weights by name.
 
 Nothing is ignored silently. A setting of transformers is read, known to change no number, or must have its default. A
 weight is converted, or compared with the weights from which it is computed.
 """
 
 import dataclasses
+import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor, nn
 
 # Name in transformers -> in fastformer; of several names for one function, the last is written back.
@@ -20,22 +22,10 @@ ACTIVATIONS = {
     "gelu_pytorch_tanh": "gelu_tanh",
     "gelu_new": "gelu_tanh",
 }
+HF_ACTIVATIONS = {name: hf_name for hf_name, name in ACTIVATIONS.items()}
 # Settings of all architectures that change no number.
 _IDLE = frozenset({"use_cache", "initializer_range", "init_std"})
-# Settings of training; a conversion may lose these.
-TRAINING = frozenset(
-    {
-        "dropout",
-        "attention_dropout",
-        "activation_dropout",
-        "embedding_dropout",
-        "output_dropout",
-        "initialisation",
-        "initialisation_range",
-        "embedding_initialisation",
-        "embedding_range",
-    }
-)
+_LAYER = re.compile(r"(?<=\.)\d+(?=\.)")
 
 
 class Reader:
@@ -50,16 +40,11 @@ class Reader:
         try:
             return getattr(self.config, name)
         except AttributeError:
-            raise ValueError(f"the {self.kind} configuration has no {name}") from None
-
-    @property
-    def kind(self) -> str:
-        """The model type in transformers."""
-        return str(type(self.config).model_type)
+            raise ValueError(f"the {self.config.model_type} configuration has no {name}") from None
 
     def refuse(self, name: str, value: Any, allowed: str) -> ValueError:
         """Return the error for a setting with a value that is not allowed."""
-        return ValueError(f"{self.kind}: {name} must be {allowed}, not {value!r}")
+        return ValueError(f"{self.config.model_type}: {name} must be {allowed}, not {value!r}")
 
     def require(self, **required: Any) -> None:
         """Raise ValueError for a setting with another value than the required one."""
@@ -73,6 +58,10 @@ class Reader:
         if value not in choices:
             raise self.refuse(name, value, f"one of {', '.join(choices)}")
         return choices[value]
+
+    def settings(self, names: Mapping[str, str]) -> dict[str, Any]:
+        """Return the settings that differ in name only, by `names`: name in fastformer -> in transformers."""
+        return {name: getattr(self, hf_name) for name, hf_name in names.items()}
 
     def ids(self, bos: str = "bos_token_id") -> dict[str, int]:
         """Return the special ids; missing padding or bos is replaced by eos; of several eos ids the first is used."""
@@ -96,6 +85,26 @@ class Reader:
                 default = each.default_factory()
             if not known and (value := getattr(self.config, each.name)) != default:
                 raise self.refuse(each.name, value, f"{default!r}, which alone is known")
+
+
+class _HfWeight(NamedTuple):
+    """The name of a weight in transformers, and how it is stored: `.T` transposed, `[0]` with a dimension of size 1."""
+
+    name: str
+    mark: str
+
+    def to_fastformer(self, x: Tensor) -> Tensor:
+        x = x.detach()
+        return x.t() if self.mark == ".T" else x[0] if self.mark else x
+
+    def to_transformers(self, x: Tensor) -> Tensor:
+        return x.t() if self.mark == ".T" else x[None] if self.mark else x
+
+
+def hf_settings(config: Any, names: Mapping[str, str]) -> dict[str, Any]:
+    """Return the inverse of `Reader.settings`; an unset dropout rate is `dropout`."""
+    values = {hf_name: getattr(config, name) for name, hf_name in names.items()}
+    return {name: config.dropout if value is None else value for name, value in values.items()}
 
 
 @dataclass(frozen=True)
@@ -128,3 +137,68 @@ class Architecture:
         settings = self.settings(reader)
         reader.refuse_unread(self.idle)
         return self.config(**settings)
+
+    def _hf_weights(self, name: str, known: Mapping[str, Tensor]) -> list[_HfWeight]:
+        """Return the weights of transformers that a weight of fastformer is concatenated from, in order.
+
+        Raises ValueError if there is none, or one is not in `known`.
+        """
+        layer = _LAYER.search(name)
+        pattern = self.weights.get(_LAYER.sub("{n}", name, count=1))
+        if pattern is None:
+            raise ValueError(f"{name} has no counterpart in these models")
+        names = pattern.format(n=layer[0] if layer else "").split()
+        weights = [_HfWeight(*re.fullmatch(r"(.*?)(\.T|\[0\])?", each).groups("")) for each in names]  # type: ignore[union-attr]
+        if missing := [each.name for each in weights if each.name not in known]:
+            raise ValueError(f"{', '.join(missing)}: not among the weights, for {name}")
+        return weights
+
+    def convert(self, model: Any, hf_weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Return copies of the weights of a model of transformers, for a model of fastformer.
+
+        Raises:
+            ValueError: naming a weight that is missing or unexpected, that has another shape, or that differs from a
+                weight it is tied with.
+        """
+        weights, unread = {}, set(hf_weights)
+        for name, like in model.state_dict().items():
+            sources = self._hf_weights(name, hf_weights)
+            names = [source.name for source in sources]
+            tensors = [source.to_fastformer(hf_weights[source.name]) for source in sources]
+            shapes = " and ".join(str(list(x.shape)) for x in tensors)
+            if {x.shape[1:] for x in tensors} != {like.shape[1:]} or sum(map(len, tensors)) != len(like):
+                raise ValueError(f"{', '.join(names)}: shape {shapes} does not fit {name}, {list(like.shape)}")
+            weights[name] = torch.cat(tensors) if len(tensors) > 1 else tensors[0].clone()
+            unread.difference_update(names)
+        if unexpected := unread.difference(self.implied):
+            raise ValueError(f"{', '.join(sorted(unexpected))}: weights that {type(model).__name__} does not have")
+        names_of = {id(module): name for name, module in model.named_modules()}
+        for modules in model.tied() if hasattr(model, "tied") else ():
+            one, other = (f"{names_of[id(module)]}.weight" for module in modules)
+            if not torch.equal(weights[one], weights[other]):
+                raise ValueError(f"{one} and {other} are tied in the configuration, but their weights differ")
+        return weights
+
+    def check_implied(self, model: nn.Module, hf_weights: Mapping[str, Tensor]) -> None:
+        """Raise ValueError for a weight that differs from the tensor that the model computes for it."""
+        for name in self.implied.keys() & hf_weights.keys():
+            x = hf_weights[name].detach()
+            expected = self.implied[name](model, x).detach().to(x.dtype)
+            if expected.shape != x.shape or float((expected - x).abs().max()) > 2 * torch.finfo(x.dtype).eps:
+                raise ValueError(f"{name}: not what {type(model).__name__} computes")
+
+    def convert_back(self, model: nn.Module, hf_weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Return copies of the weights of a model of fastformer, in the names and shapes of `hf_weights`.
+
+        Raises:
+            ValueError: naming a weight that has no counterpart.
+        """
+        converted = {name: torch.zeros_like(like) for name, like in hf_weights.items()}
+        for name, weight in model.state_dict().items():
+            targets = self._hf_weights(name, hf_weights)
+            sizes = [len(target.to_fastformer(hf_weights[target.name])) for target in targets]
+            for target, rows in zip(targets, weight.split(sizes), strict=True):
+                converted[target.name] = target.to_transformers(rows).detach().clone()
+        for name in self.implied.keys() & hf_weights.keys():
+            converted[name] = self.implied[name](model, hf_weights[name]).detach().clone()
+        return converted

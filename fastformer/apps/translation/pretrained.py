@@ -9,7 +9,7 @@ from typing import Any
 from torch import Tensor
 
 from fastformer.apps.pretrained import from_transformers
-from fastformer.apps.pretrained.architecture import ACTIVATIONS, Architecture, Reader
+from fastformer.apps.pretrained.architecture import ACTIVATIONS, HF_ACTIVATIONS, Architecture, Reader, hf_settings
 from fastformer.apps.text import Tokenizer, read_marian
 from fastformer.apps.translation.model import TranslationConfig, TranslationModel
 from fastformer.apps.translation.translator import Translator
@@ -53,6 +53,20 @@ _WEIGHTS = {
 }
 
 
+_SETTINGS = {
+    "source_vocabulary": "vocab_size",
+    "d_model": "d_model",
+    "heads": "encoder_attention_heads",
+    "feed_forward": "encoder_ffn_dim",
+    "encoder_layers": "encoder_layers",
+    "decoder_layers": "decoder_layers",
+    "scale_embeddings": "scale_embedding",
+    "dropout": "dropout",
+    "attention_dropout": "attention_dropout",
+    "activation_dropout": "activation_dropout",
+}
+
+
 def _table(model: TranslationModel, like: Tensor) -> Tensor:
     return model.target_embedding.encodings(len(like))[: len(like)]
 
@@ -72,44 +86,27 @@ def _settings(c: Reader) -> dict[str, Any]:
     if ids["bos_id"] == ids["eos_id"]:
         raise c.refuse("decoder_start_token_id", c.decoder_start_token_id, "another token than eos_token_id")
     return {
-        "source_vocabulary": c.vocab_size,
+        **c.settings(_SETTINGS),
         "target_vocabulary": c.vocab_size if shared else c.decoder_vocab_size,
-        "d_model": c.d_model,
-        "heads": c.encoder_attention_heads,
-        "feed_forward": c.encoder_ffn_dim,
-        "encoder_layers": c.encoder_layers,
-        "decoder_layers": c.decoder_layers,
         "activation": c.choose("activation_function", ACTIVATIONS),
         "norm_first": False,
         "final_norm": False,
         "positions": "sinusoidal_halves",
-        "scale_embeddings": c.scale_embedding,
         "embeddings": "shared" if shared else "tied" if tied else "separate",
         "output_bias": True,
-        "dropout": c.dropout,
-        "attention_dropout": c.attention_dropout,
-        "activation_dropout": c.activation_dropout,
         **ids,
     }
 
 
 def _configuration(c: TranslationConfig) -> dict[str, Any]:
-    activations = {name: hf_name for hf_name, name in ACTIVATIONS.items()}
     return {
-        "vocab_size": c.source_vocabulary,
+        **hf_settings(c, _SETTINGS),
         "decoder_vocab_size": c.target_vocabulary,
-        "d_model": c.d_model,
-        **{f"{side}_attention_heads": c.heads for side in ("encoder", "decoder")},
-        **{f"{side}_ffn_dim": c.feed_forward for side in ("encoder", "decoder")},
-        "encoder_layers": c.encoder_layers,
-        "decoder_layers": c.decoder_layers,
-        "activation_function": activations.get(c.activation, c.activation),
-        "scale_embedding": c.scale_embeddings,
+        "decoder_attention_heads": c.heads,
+        "decoder_ffn_dim": c.feed_forward,
+        "activation_function": HF_ACTIVATIONS.get(c.activation, c.activation),
         "share_encoder_decoder_embeddings": c.embeddings == "shared",
         "tie_word_embeddings": c.embeddings != "separate",
-        "dropout": c.dropout,
-        "attention_dropout": c.dropout if c.attention_dropout is None else c.attention_dropout,
-        "activation_dropout": c.dropout if c.activation_dropout is None else c.activation_dropout,
         "pad_token_id": c.pad_id,
         "decoder_start_token_id": c.bos_id,
         "eos_token_id": c.eos_id,

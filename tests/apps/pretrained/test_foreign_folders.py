@@ -2,7 +2,6 @@
 
 import json
 import shutil
-import sys
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
@@ -11,8 +10,8 @@ from typing import Any
 import pytest
 import torch
 
-from fastformer.apps.pretrained import folders as folders_of_theirs
 from fastformer.apps.pretrained import from_transformers
+from fastformer.apps.pretrained import models as pretrained_models
 from tests.apps.pretrained.tiny_models import build
 
 transformers = pytest.importorskip("transformers")
@@ -175,18 +174,6 @@ def test_a_size_is_compared_with_the_files_before_it_is_built(
     copied: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder = copied("gpt2", n_layer=5000)
-    monkeypatch.setattr(folders_of_theirs, "read_weights", lambda path: pytest.fail("read before it was compared"))
+    monkeypatch.setattr(pretrained_models, "read_weights", lambda path: pytest.fail("read before it was compared"))
     with pytest.raises(ValueError, match="the settings are of a model with"):
         from_transformers(folder)
-
-
-def test_what_is_shown_meanwhile_is_not_worth_the_model(
-    copied: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    shown = transformers.utils.logging.is_progress_bar_enabled()
-    with open("/dev/full", "w") as full, suppress(OSError):
-        monkeypatch.setattr(sys, "stderr", full)
-        from_transformers(copied("gpt2"))
-        assert transformers.utils.logging.is_progress_bar_enabled() == shown
-        return
-    pytest.fail("a full disk behind standard error ended it")

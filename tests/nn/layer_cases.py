@@ -3,7 +3,6 @@
 Letters: B batch, T targets, S sources, D model width, H heads.
 """
 
-import math
 import warnings
 
 import torch
@@ -11,6 +10,7 @@ from torch import Tensor, nn
 
 import fastformer
 from tests.support.closeness import assert_same, random
+from tests.support.masks import ahead, left, minus_infinity, right
 
 D, H, FF, B, T, S = 6, 3, 7, 3, 5, 4
 LAYERS = ("TransformerEncoderLayer", "TransformerDecoderLayer")
@@ -79,21 +79,7 @@ def check(ours, torchs, inputs, padding=None, **arguments):
     assert_same(out, expected, [*leaves, *ours.parameters()], [*leaves, *torchs.parameters()])
 
 
-def right(lengths: list[int], columns: int) -> Tensor:
-    """Padding on the right."""
-    return torch.arange(columns) >= torch.tensor(lengths)[:, None]
-
-
-def left(lengths: list[int], columns: int) -> Tensor:
-    return right(lengths, columns).flip(1)
-
-
-def minus_infinity(mask: Tensor) -> Tensor:
-    """The additive mask that hides the same."""
-    return torch.zeros(mask.shape, dtype=torch.float64).masked_fill(mask, -math.inf)
-
-
-AHEAD = torch.ones(T, T).triu(1).bool()
+AHEAD = ahead(T)
 # Of the targets [B, T] and of the sources [B, S].
 PADDING = {
     "right": (right([5, 2, 3], T), right([1, 4, 2], S)),

@@ -14,10 +14,10 @@ from torch.utils.checkpoint import checkpoint
 import fastformer
 from fastformer.host import autograd_function
 from fastformer.packing import Layout, pack, unpack
-from tests.nn.layer_cases import minus_infinity
 from tests.support.closeness import gradients
 from tests.support.fused_module import FF, B, D, H, S, T, ahead, check, padding, pairs, random, right_padding
 from tests.support.fused_op import DEVICE, needs_kernels
+from tests.support.masks import minus_infinity
 
 pytestmark = [
     needs_kernels,

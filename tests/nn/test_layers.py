@@ -9,8 +9,9 @@ import torch.nn.functional as F
 from torch import nn
 
 import fastformer
-from tests.nn.layer_cases import FF, LAYERS, MASKS, B, D, T, Twice, arguments_for, check, inputs_for, right, twins
+from tests.nn.layer_cases import FF, LAYERS, MASKS, B, D, T, Twice, arguments_for, check, inputs_for, twins
 from tests.support.closeness import assert_close, gradients, random
+from tests.support.masks import right
 
 pytestmark = [
     pytest.mark.usefixtures("slow_path"),

@@ -6,8 +6,9 @@ from torch import nn
 
 import fastformer
 from fastformer.packing import Layout, pack, unpack
-from tests.nn.layer_cases import AHEAD, B, D, H, T, check, minus_infinity, right, twins
+from tests.nn.layer_cases import AHEAD, B, D, H, T, check, twins
 from tests.support.closeness import assert_close, assert_same, gradients, random
+from tests.support.masks import minus_infinity, right
 
 pytestmark = [
     pytest.mark.usefixtures("slow_path"),

@@ -9,23 +9,9 @@ from torch import Tensor, nn
 
 from fastformer import functional
 from fastformer.packing.row_map import RowMap
-from tests.nn.layer_cases import (
-    AHEAD,
-    PADDING,
-    STACKS,
-    B,
-    D,
-    H,
-    S,
-    T,
-    check,
-    inputs_for,
-    left,
-    minus_infinity,
-    right,
-    twins,
-)
+from tests.nn.layer_cases import AHEAD, PADDING, STACKS, B, D, H, S, T, check, inputs_for, twins
 from tests.support.closeness import assert_close, assert_same, gradients, random
+from tests.support.masks import left, minus_infinity, right
 
 pytestmark = [
     pytest.mark.usefixtures("slow_path"),

@@ -9,8 +9,9 @@ from torch import nn
 
 import fastformer
 from fastformer.packing import Layout, to_nested
-from tests.nn.layer_cases import FF, PADDING, STACKS, B, D, H, S, T, check, inputs_for, right, twins
+from tests.nn.layer_cases import FF, PADDING, STACKS, B, D, H, S, T, check, inputs_for, twins
 from tests.support.closeness import assert_close, gradients, random
+from tests.support.masks import right
 
 pytestmark = [
     pytest.mark.usefixtures("slow_path"),

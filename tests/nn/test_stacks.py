@@ -9,24 +9,9 @@ from torch import nn
 
 import fastformer
 from fastformer.packing import Layout, pack, unpack
-from tests.nn.layer_cases import (
-    AHEAD,
-    FF,
-    MASKS,
-    STACKS,
-    B,
-    D,
-    H,
-    S,
-    T,
-    Twice,
-    arguments_for,
-    check,
-    inputs_for,
-    right,
-    twins,
-)
+from tests.nn.layer_cases import AHEAD, FF, MASKS, STACKS, B, D, H, S, T, Twice, arguments_for, check, inputs_for, twins
 from tests.support.closeness import assert_close, assert_same, random
+from tests.support.masks import right
 
 pytestmark = [
     pytest.mark.usefixtures("slow_path"),

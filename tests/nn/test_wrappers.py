@@ -22,8 +22,9 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
 
 import fastformer
 from fastformer.nn.layers import TransformerDecoderLayer, TransformerEncoderLayer
-from tests.nn.layer_cases import build, right
+from tests.nn.layer_cases import build
 from tests.support.closeness import assert_close, random
+from tests.support.masks import right
 from tests.support.processes import leave, run_two, two_of_gloo
 
 B, L, S, D = 3, 6, 5, 16

@@ -10,8 +10,8 @@ import torch.nn.functional as F
 from torch import nn
 
 import fastformer
-from tests.nn.layer_cases import right
 from tests.support.closeness import assert_close, gradients
+from tests.support.masks import right
 
 pytestmark = [
     pytest.mark.usefixtures("slow_path"),

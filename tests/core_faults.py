@@ -204,12 +204,12 @@ ROWS: dict[str, list[tuple[str, str, str]]] = {
     ],
     "nn/conversion": [
         ('module.__dict__.pop("padding_free", None)', "pass",
-         "nn/conversion/test_conversion.py::test_the_model_itself_changes_and_changes_back_completely"),
+         "nn/test_conversion.py::test_the_model_itself_changes_and_changes_back_completely"),
         ("if parametrize.is_parametrized(module):", "if False:",
-         "nn/conversion/test_conversion_limits.py::"
+         "nn/test_conversion.py::"
          "test_a_module_that_may_do_something_else_stays_and_is_reported"),
         ('elif "forward" in module.__dict__:', "elif False:",
-         "nn/conversion/test_conversion_limits.py::"
+         "nn/test_conversion.py::"
          "test_revert_leaves_a_module_whose_forward_was_replaced_in_the_instance"),
     ],
 }

@@ -179,18 +179,6 @@ def test_ways_to_say_the_same():
     assert torch.equal(attention(q, k, v, causal=True, alignment="bottom_right", **narrow), expected)
 
 
-def test_alibi_is_its_formula():
-    """Press et al. 2022, figure 3: -slope * (t - s) is added; the slopes of 8 heads are 1/2 ... 1/256."""
-    q, k, v = random(1, 8, 6, 4), random(1, 8, 6, 4), random(1, 8, 6, 4)
-    slopes = 2.0 ** -torch.arange(1, 9, dtype=torch.float64)
-    distances = torch.arange(-9, 10, dtype=torch.float64)
-    bias = slopes[:, None] * torch.where(distances > 0, -INF, distances)  # the future is hidden by it, too
-    written = torch.tensor([[s - t if s <= t else -INF for s in range(6)] for t in range(6)], dtype=torch.float64)
-    expected = attention(q, k, v, slopes[:, None, None] * written)
-    assert_close(attention(q, k, v, distance_bias=bias), expected)
-    assert_close(attention(q, k, v, distance_bias=bias.clamp(min=-99), causal=True), expected)
-
-
 def test_a_step_of_decoding_is_the_last_row():
     q, k, v = random(2, 2, 6, 4), random(2, 2, 6, 4), random(2, 2, 6, 4)
     rules = {"distance_bias": by_distance(9, 2), "sinks": sinks(2), "causal": True}
@@ -346,13 +334,6 @@ def test_a_causal_call_takes_any_scale(scale, dtype):
     out = attention(q, k, v, causal=True, scale=scale)
     assert torch.equal(out, attention(q, k, v, torch.ones(3, 5, dtype=torch.bool).tril(), scale=scale))
     assert all(x.isfinite().all() for x in (out, *gradients(out, [q, k, v])))
-
-
-def test_the_hessian_is_that_of_the_plain_formula():
-    q, k, v = (random(1, 1, 3, 2, grad=False) for _ in range(3))
-    with sdpa_kernel(SDPBackend.MATH):  # whose forward derivative torch knows
-        actual = torch.func.hessian(lambda x: (attention(x, k, v, causal=True) ** 3).sum())(q)
-    assert_close(actual, torch.func.hessian(lambda x: (output(x, k, v, causal=True) ** 3).sum())(q))
 
 
 @pytest.mark.filterwarnings("ignore:Attempted to insert a get_attr Node")  # torch's own, of every linearize

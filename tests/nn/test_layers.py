@@ -19,6 +19,13 @@ pytestmark = [
 ]
 both_kinds = pytest.mark.parametrize("kind", LAYERS)
 both_orders = pytest.mark.parametrize("norm_first", [True, False], ids=["pre-norm", "post-norm"])
+
+
+class OwnReLU(nn.ReLU):
+    def forward(self, x):
+        return x.tanh()
+
+
 SETTINGS = {
     "default": {},
     "batch second": {"batch_first": False},
@@ -32,6 +39,7 @@ SETTINGS = {
     "nn.SiLU()": {"activation": nn.SiLU()},
     "torch.tanh": {"activation": torch.tanh},
     "own module": {"activation": Twice()},
+    "subclass of ReLU": {"activation": OwnReLU()},
     "lambda": {"activation": lambda x: x * x.sigmoid()},
 }
 

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from fastformer import functional
+from fastformer.packing import Layout, from_nested, to_nested
 from fastformer.packing.row_map import RowMap
 from tests.nn.layer_cases import AHEAD, PADDING, STACKS, B, D, H, S, T, check, inputs_for, twins
 from tests.support.closeness import assert_close, assert_same, gradients, random
@@ -245,3 +246,72 @@ def test_an_additive_padding_mask_that_hides_nothing_is_added(tokens_seen):
     bias = -torch.rand(B, T, dtype=torch.float64)
     check(ours, torchs, (random(B, T, D),), torch.zeros(B, T).bool(), src_key_padding_mask=bias)
     assert set(tokens_seen) == {B * T}
+
+
+@pytest.mark.parametrize("kind", STACKS)
+def test_inference_is_training_without_dropout(kind, tokens_seen):
+    ours, _ = twins(kind, dropout=0.3)
+    hidden, hidden_keys = PADDING["left"]
+    x = inputs_for(kind)
+    names = ("src_key_padding_mask",) if "Encoder" in kind else ("tgt_key_padding_mask", "memory_key_padding_mask")
+    masks = dict(zip(names, (hidden, hidden_keys), strict=False))
+    dropped = ours(*x, **masks)
+    expected = ours.eval()(*x, **masks)
+    assert not torch.allclose(dropped, expected)
+    for mode in (torch.no_grad, torch.inference_mode):
+        with mode():
+            assert_close(ours(*x, **masks), expected.detach())
+    assert set(tokens_seen) == {int((~hidden).sum())}
+
+
+@pytest.mark.parametrize("batch_first", [True, False])  # which means nothing to a nested tensor
+def test_nested_tensors_go_in_and_come_out(batch_first):
+    ours, _ = twins("Transformer", batch_first=batch_first)
+    layout, source = Layout.from_lengths([5, 2, 3]), Layout.from_lengths([1, 4, 2])
+    x, memory = random(layout.total, D), random(source.total, D)
+    out = ours(to_nested(memory, source), to_nested(x, layout), tgt_is_causal=True)
+    assert out.is_nested
+    assert out.layout == torch.jagged
+    tokens, again = from_nested(out)
+    assert again.lengths.tolist() == [5, 2, 3]
+    expected = ours.decoder.packed(x, layout, ours.encoder.packed(memory, source), source)
+    assert_same(tokens, expected, [x, memory, *ours.parameters()])
+    tokens, _ = from_nested(ours.encoder(to_nested(memory, source), is_causal=True))
+    assert_close(tokens, ours.encoder.packed(memory, source, causal=True))
+    tokens, _ = from_nested(ours.decoder(to_nested(x, layout), to_nested(memory, source)))
+    assert_close(tokens, ours.decoder.packed(x, layout, memory, source, causal=False))
+
+
+def test_meta_and_fake_tensors_have_the_shape_of_the_output():
+    ours, _ = twins("TransformerEncoder", dtype=torch.float32)
+    x, hidden = torch.randn(B, T, D), PADDING["right"][0]
+    meta = copy.deepcopy(ours).to("meta")
+    assert meta(x.to("meta"), src_key_padding_mask=hidden.to("meta")).shape == (B, T, D)
+    with torch._subclasses.FakeTensorMode(allow_non_fake_inputs=True) as mode:
+        fake = [mode.from_tensor(t) for t in (x, hidden)]
+        assert ours(fake[0], src_key_padding_mask=fake[1]).shape == (B, T, D)
+
+
+def test_layers_that_are_computed_again_in_backward_change_no_bit():
+    ours, _ = twins("TransformerEncoder", dtype=torch.float32, dropout=0.25)
+    x, masks, outs = random(B, T, D, dtype=torch.float32), {"src_key_padding_mask": PADDING["right"][0]}, []
+    for ours.checkpoint_activations in (False, True):
+        torch.manual_seed(3)
+        outs.append(ours(x, **masks))
+    assert_same(*outs, [x, *ours.parameters()], roundings=0)
+
+
+@pytest.mark.filterwarnings("ignore:There is a performance drop")
+def test_gradients_of_each_sequence_by_vmap():
+    ours, _ = twins("TransformerEncoder")
+    parameters = {name: p.detach() for name, p in ours.named_parameters()}
+    x, hidden = random(B, T, D, grad=False), PADDING["gaps"][0]
+
+    def loss(parameters: dict[str, Tensor], x: Tensor, hidden: Tensor) -> Tensor:
+        out = torch.func.functional_call(ours, parameters, (x[None],), {"src_key_padding_mask": hidden[None]})
+        return out.pow(3).sum()
+
+    together = torch.func.vmap(torch.func.grad(loss), in_dims=(None, 0, 0))(parameters, x, hidden)
+    for b in range(B):
+        alone = torch.func.grad(loss)(parameters, x[b], hidden[b])
+        assert_close([together[name][b] for name in alone], list(alone.values()))

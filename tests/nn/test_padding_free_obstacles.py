@@ -120,17 +120,6 @@ def test_a_mask_that_changes_before_backward_where_hooks_keep_the_padding():
     assert_close(*found)
 
 
-@pytest.mark.parametrize("where", ["encoder", "decoder", "encoder.layers.0", "decoder.layers.1"])
-def test_hooks_inside_a_transformer_see_padded_batches(where):
-    ours, torchs = twins("Transformer")
-    shapes = []
-    ours.get_submodule(where).register_forward_hook(lambda module, args, out: shapes.append(tuple(out.shape)))
-    hidden, hidden_source = PADDING["right"]
-    arguments = {"src_key_padding_mask": hidden_source, "memory_key_padding_mask": hidden_source}
-    check(ours, torchs, inputs_for("Transformer"), hidden, tgt_key_padding_mask=hidden, **arguments)
-    assert shapes == [(B, S if "encoder" in where else T, D)]
-
-
 def test_custom_stacks_are_called_as_torch_calls_them():
     """Without arguments of ours, and with layers whose batch is another dimension."""
 

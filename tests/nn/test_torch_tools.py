@@ -1,17 +1,18 @@
-"""What torch's own tools make of our modules and ops: what they could do before, they can or are told how."""
+"""torch's own tools see our modules and ops as they see torch's: exporters, vmap, counters, modes, the profiler."""
 
-import copy
 import inspect
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
 import fastformer
 from fastformer import functional
 from fastformer.nn.modules import DROP_INS
+from tests.support.fused_op import needs_kernels
 
 
 @pytest.mark.parametrize("ours", DROP_INS.values())
@@ -42,21 +43,18 @@ def test_flops_are_counted() -> None:
     assert counter.get_total_flops() > 0
 
 
-@pytest.mark.filterwarnings("ignore")  # torch says that torchao takes the place of torch.ao
-def test_static_quantisation_after_revert_is_that_of_torchs_modules() -> None:
-    from torch.ao import quantization
+class Ops(TorchDispatchMode):
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.seen = [*getattr(self, "seen", ()), func]
+        return func(*args, **(kwargs or {}))
 
-    def quantised(model: nn.Module) -> nn.Module:
-        whole = nn.Sequential(quantization.QuantStub(), model, quantization.DeQuantStub()).eval()
-        whole.qconfig = quantization.default_qconfig
-        prepared = quantization.prepare(whole)
-        prepared(x)
-        return quantization.convert(prepared)
 
-    x, theirs = torch.randn(3, 8), nn.Sequential(nn.Linear(8, 8), nn.LayerNorm(8))
-    ours = copy.deepcopy(theirs)
-    fastformer.convert(ours)
-    with pytest.raises(RuntimeError, match="QUInt8"):
-        quantised(copy.deepcopy(ours))(x)
-    fastformer.revert(ours)
-    assert torch.equal(quantised(ours)(x), quantised(theirs)(x))
+@needs_kernels
+def test_dispatch_modes_and_the_profiler_see_fused_ops(triton_backend: None) -> None:
+    x = torch.randn(4, 16)
+    with Ops() as ops:
+        functional.layer_norm(x, 16)
+    assert torch.ops.fastformer.layer_norm.default in ops.seen
+    with torch.profiler.profile() as profile:
+        functional.layer_norm(x, 16)
+    assert "fastformer::layer_norm" in {event.name for event in profile.events()}

@@ -1,10 +1,15 @@
-"""Models with packed weights: they write the same, are changed, saved and copied like others, and what stays."""
+"""Packed weights: products with every number of rows, bias, part and form of input; models that have them.
+
+Letters: D outputs, K inputs of a map, M rows.
+"""
 
 import copy
 import io
+import math
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 import fastformer
@@ -13,6 +18,127 @@ from fastformer.apps.translation.model import TranslationConfig, TranslationMode
 from fastformer.apps.translation.search import SearchOptions, beam_search, greedy_search
 from fastformer.nn import inference_weights, pack_weights
 from fastformer.nn.inference_weights import PackedWeight
+
+EPS32 = 2.0**-24
+
+needs_blocks = pytest.mark.skipif(not inference_weights._BLOCKS, reason="this PyTorch has no products with blocks")
+
+
+@pytest.fixture(autouse=True)
+def small(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Pack weights of a few numbers like large ones."""
+    monkeypatch.setattr(inference_weights, "_MIN_PACKED_SIZE", 1)
+
+
+def packed(values: Tensor) -> PackedWeight:
+    linear = nn.Linear(values.shape[1], values.shape[0], bias=False)
+    linear.weight = nn.Parameter(values.clone())
+    pack_weights(linear)
+    assert isinstance(linear.weight, PackedWeight)
+    return linear.weight
+
+
+def check(found: Tensor, x: Tensor, values: Tensor, bias: Tensor | None = None) -> None:
+    """Compare a product with the formula in fp64; sums of K products are rounded K + 2 times at most."""
+    x, values = x.double(), values.double()
+    expected = x @ values.t() + (0.0 if bias is None else bias.double())
+    size = x.abs() @ values.abs().t() + (0.0 if bias is None else bias.double().abs())
+    assert found.shape == expected.shape
+    assert bool(((found - expected).abs() <= (x.shape[-1] + 2) * EPS32 * size + EPS32).all())
+
+
+@needs_blocks
+@torch.no_grad()
+@pytest.mark.parametrize(("D", "K"), [(6, 4), (4, 6), (5, 5)])
+@pytest.mark.parametrize("rows", [(0, 1, 2, 3, 4, 5, 33), (5, 1), (1, 5)], ids=str)
+def test_every_number_of_rows_after_any_other(D: int, K: int, rows: tuple[int, ...]) -> None:
+    torch.manual_seed(0)
+    values, bias = torch.randn(D, K), torch.randn(D)
+    weight = packed(values)
+    for M in rows:
+        x = torch.randn(M, K)
+        for given in (x, x[:, None], x[None], x[:, None].expand(M, 2, K)):
+            check(F.linear(given, weight, bias), given, values, bias)
+            check(F.linear(given, weight[1:3], bias[1:3]), given, values[1:3], bias[1:3])
+    assert weight.copies[None].layout is torch._mkldnn  # type: ignore[attr-defined]
+
+
+@needs_blocks
+@torch.no_grad()
+def test_parts_are_rows_of_the_whole() -> None:
+    values, x = torch.randn(12, 16), torch.randn(5, 16)
+    weight = packed(values)
+    q, k = weight.split_with_sizes([4, 8])
+    check(F.linear(x, q), x, values[:4])
+    check(F.linear(x, k), x, values[4:])
+    assert weight[4:] is k  # packed once
+    for first in range(12):
+        check(F.linear(x, weight[first:]), x, values[first:])
+    assert len(weight.copies) <= inference_weights._MAX_SLICES + 1
+
+
+@needs_blocks
+@torch.no_grad()
+@pytest.mark.parametrize("M", [1, 2, 5])
+@pytest.mark.parametrize(("D", "K"), [(6, 4), (4, 6)])
+def test_every_bias_that_broadcasts(M: int, D: int, K: int) -> None:
+    """oneDNN reads D numbers side by side, wherever those of the bias are: beyond its memory, too."""
+    values, x = torch.randn(D, K), torch.randn(M, K)
+    weight = packed(values)
+    for bias in (torch.randn(2 * D)[::2], torch.randn(1).expand(D), torch.randn(1), torch.randn(()), torch.randn(M, D)):
+        check(F.linear(x, weight, bias), x, values, bias)
+
+
+@needs_blocks
+@torch.no_grad()
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+@pytest.mark.parametrize("M", [2, 5])
+def test_what_is_no_number_stays_in_its_row(value: float, M: int) -> None:
+    values, x = torch.randn(6, 9), torch.randn(M, 9)
+    x[1, 3] = value
+    found = F.linear(x, packed(values))
+    assert not found[1].isfinite().any()
+    check(found[0], x[0], values)
+
+
+@needs_blocks
+def test_other_operations_see_an_ordinary_parameter() -> None:
+    """Gradients, transforms, autocast, other dtypes and inputs of one dimension: as without blocks."""
+    torch.manual_seed(0)
+    values, x = torch.randn(6, 4), torch.randn(5, 4)
+    weight, plain = packed(values), nn.Parameter(values.clone())
+    for parameter in (weight, plain):
+        loss = (
+            F.linear(x, parameter).square().sum() + parameter[1:3].sum() + parameter.split_with_sizes([2, 4])[1].sum()
+        )
+        loss.backward()
+    assert weight.grad is not None
+    torch.testing.assert_close(weight.grad, plain.grad)
+    with torch.no_grad():
+        torch.testing.assert_close(torch.func.vmap(lambda row: F.linear(row, weight))(x), F.linear(x, plain))
+        torch.testing.assert_close(F.linear(x[0], weight), F.linear(x[0], plain))
+        with torch.autocast("cpu", torch.bfloat16):
+            assert F.linear(x, weight).dtype == torch.bfloat16
+        with pytest.raises(RuntimeError):
+            F.linear(x.double(), weight)
+
+
+@needs_blocks
+@torch.no_grad()
+@pytest.mark.parametrize("change", ["copy_", "data", "state dict"])
+def test_a_changed_weight_is_packed_anew(change: str) -> None:
+    linear, x, new = nn.Linear(6, 6, bias=False), torch.randn(5, 6), torch.randn(6, 6)
+    pack_weights(linear)
+    linear(x), linear.weight[2:], F.linear(x, linear.weight[2:])
+    if change == "copy_":
+        linear.weight.copy_(new)
+    elif change == "data":
+        linear.weight.data = new
+    else:
+        linear.load_state_dict({"weight": new})
+    check(linear(x), x, new)
+    check(F.linear(x, linear.weight[2:]), x, new[2:])
+
 
 MODERN = {"norm": "rms", "activation": "swiglu", "positions": "rotary", "kv_heads": 1, "bias": False}
 

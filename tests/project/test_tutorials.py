@@ -20,7 +20,7 @@ NAMES = sorted(path.stem for path in PAGES.glob("*.md") if path.stem != "index")
 def flags(page: str) -> list[tuple[str, list[str]]]:
     """The flags that a page's table of settings has between backticks, with their values."""
     text = (PAGES / f"{page}.md").read_text(encoding="utf-8")
-    table = text.partition("## Its settings, and ours")[2].partition("\n## ")[0]
+    table = text.partition("## Settings")[2].partition("\n## ")[0]
     code = " ".join(found for row in re.findall(r"^\|.*\|$", table, re.M) for found in re.findall(r"`([^`]+)`", row))
     words = re.findall(r"\s*--([a-z-]+)((?: (?!--)[^\s]+)*)", code)
     return [(name, values.split()) for name, values in words]

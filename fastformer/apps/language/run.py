@@ -22,7 +22,7 @@ from fastformer.apps.runs.automatic_settings import CHOSEN, Task
 from fastformer.apps.runs.run import Run
 from fastformer.apps.settings import Given, inherited
 from fastformer.apps.text import ColumnBatches, LanguageBatch, LanguageBatches, TextCorpus, Tokenizer, read_text
-from fastformer.apps.text.special_ids import UNK
+from fastformer.apps.text.tokenizer import UNK
 from fastformer.apps.train import Processes, TrainConfig, Trainer, Validation
 from fastformer.settings import check_value
 

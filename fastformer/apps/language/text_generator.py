@@ -10,7 +10,7 @@ from fastformer.apps.language.window import check_context
 from fastformer.apps.models.common import check_tokenizer
 from fastformer.apps.plots.attention_maps import AttentionMaps, attend_ids
 from fastformer.apps.text import Tokenizer, WordTokenizer, check_texts
-from fastformer.apps.text.special_ids import UNK
+from fastformer.apps.text.tokenizer import UNK
 from fastformer.settings import check_value
 
 logger = logging.getLogger("fastformer")

@@ -31,13 +31,13 @@ from .encoding import (
     encode_source,
 )
 from .files import TextError, check_texts, checked_lines, lines_of, read_json, read_lines, write_lines, write_texts
-from .marian import MarianTokenizer, read_marian
+from .marian_tokenizer import MarianTokenizer, read_marian
 from .numbers import english, french, german, number_corpus
 from .pieces import Pieces, collate_pieces, counted_positions, cut_documents, cut_stream, token_stream
-from .special_ids import SpecialIds
-from .tokenizer import Tokenizer
-from .tokenizers import SentencePieceTokenizer, learn_tokenizer, load_tokenizer, train_sentencepiece
-from .vocabulary import SPLITTINGS, WordTokenizer
+from .sentencepiece_tokenizer import SentencePieceTokenizer, train_sentencepiece
+from .tokenizer import SpecialIds, Tokenizer
+from .vocabulary import learn_tokenizer, load_tokenizer
+from .word_tokenizer import SPLITTINGS, WordTokenizer
 
 __all__ = [
     "DATASETS",

@@ -19,7 +19,7 @@ from fastformer.settings import check_value
 from .batch import Batch, LabelledBatch, LanguageBatch
 from .encoding import EncodedDocuments, EncodedPairs, Ints, Sequences
 from .pieces import Pieces, collate_pieces, cut_documents, cut_windows, token_stream
-from .special_ids import SpecialIds
+from .tokenizer import SpecialIds
 
 B = TypeVar("B", Batch, LanguageBatch, LabelledBatch)
 

@@ -16,8 +16,7 @@ from fastformer.settings import check_value
 
 from .corpora import ParallelCorpus
 from .files import check_texts
-from .special_ids import SpecialIds
-from .tokenizer import Tokenizer
+from .tokenizer import SpecialIds, Tokenizer
 
 _CHUNK = 10_000  # sentences encoded at a time, so that the lists of Python integers stay small
 

@@ -1,51 +1,77 @@
-"""`Tokenizer`, the protocol of all tokenizers, and functions that write and read the files of tokenizers."""
+"""`Tokenizer`, which turns text into ids and back; `SpecialIds`; and the files of stored tokenizers."""
 
 import hashlib
 import json
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol, runtime_checkable
-
-import sentencepiece
+from typing import Any, ClassVar
 
 from fastformer.apps.system.files import write_file
 
 from .files import TextError
-from .special_ids import SpecialIds
 
-TOKENIZER_FILE, MODEL_FILE = "tokenizer.json", "sentencepiece.model"
+UNK, PAD, BOS, EOS = "<unk>", "<pad>", "<bos>", "<eos>"
+TOKENIZER_FILE, MODEL_FILE, PIECES_FILE = "tokenizer.json", "sentencepiece.model", "vocabulary.json"
+_CHECKSUMS = {MODEL_FILE: "sha256", PIECES_FILE: "vocabulary_sha256"}  # their names in tokenizer.json
 
 
-@runtime_checkable
-class Tokenizer(Protocol):
-    """The protocol of tokenizers. `special_ids` holds the four special ids."""
+@dataclass(frozen=True)
+class SpecialIds:
+    """The ids of `<unk> <pad> <bos> <eos>`, which differ between pretrained models; they are stored with a tokenizer.
 
-    special_ids: SpecialIds
+    Raises ``ValueError`` unless they are distinct integers >= 0; only `pad_id` may equal `bos_id`, as in Marian's
+    models.
+    """
+
+    unk_id: int = 0
+    pad_id: int = 1
+    bos_id: int = 2
+    eos_id: int = 3
+
+    def __post_init__(self) -> None:
+        ids = vars(self).values()
+        if any(type(i) is not int or i < 0 for i in ids) or len({*ids}) < 3 + (self.pad_id != self.bos_id):
+            self._refuse()
+
+    def _refuse(self) -> None:
+        values = ", ".join(f"{name}={value!r}" for name, value in vars(self).items())
+        raise ValueError(f"special ids must be four distinct integers >= 0, got {values}")
+
+    def distinct(self) -> "SpecialIds":
+        """Return the ids for a vocabulary to be learned; raises ``ValueError`` if `pad_id` equals `bos_id`."""
+        if self.pad_id == self.bos_id:
+            self._refuse()
+        return self
+
+    def names(self) -> dict[int, str]:
+        """Return the symbol of each special id."""
+        return {self.unk_id: UNK, self.pad_id: PAD, self.bos_id: BOS, self.eos_id: EOS}
+
+    def drop(self, ids: Iterable[int]) -> list[int]:
+        """Return the ids without padding, bos and eos; unk stays, because it stands for a word."""
+        silent = {self.pad_id, self.bos_id, self.eos_id}
+        return [i for i in ids if i not in silent]
+
+
+class Tokenizer:
+    """The base of all tokenizers.
+
+    Attributes:
+        special_ids: the special ids; also as `unk_id`, `pad_id`, `bos_id` and `eos_id`.
+    """
+
+    kind: ClassVar[str]
+
+    def __init__(self, special_ids: SpecialIds) -> None:
+        self.special_ids = special_ids
+        self.unk_id, self.pad_id = special_ids.unk_id, special_ids.pad_id
+        self.bos_id, self.eos_id = special_ids.bos_id, special_ids.eos_id
 
     @property
     def size(self) -> int:
         """Number of ids, special ones included."""
         raise NotImplementedError
-
-    @property
-    def unk_id(self) -> int:
-        """The id of an unknown piece or word."""
-        return self.special_ids.unk_id
-
-    @property
-    def pad_id(self) -> int:
-        """The id of padding."""
-        return self.special_ids.pad_id
-
-    @property
-    def bos_id(self) -> int:
-        """The id that starts the decoder's input."""
-        return self.special_ids.bos_id
-
-    @property
-    def eos_id(self) -> int:
-        """The id that ends a source and a target sentence."""
-        return self.special_ids.eos_id
 
     def encode(self, text: str) -> list[int]:
         """Return the ids of a text, no special ids added; unknown pieces or words give `unk_id`."""
@@ -68,42 +94,29 @@ class Tokenizer(Protocol):
         raise NotImplementedError
 
 
-def open_model(model: bytes) -> sentencepiece.SentencePieceProcessor:
-    """Open a serialised sentencepiece model; raises ``TextError`` if it is not one."""
-    try:
-        if model:
-            return sentencepiece.SentencePieceProcessor(model_proto=model)
-    except (RuntimeError, OSError) as error:
-        raise TextError("not a sentencepiece model") from error
-    raise TextError("not a sentencepiece model: it is empty")
-
-
-def checksum(data: bytes) -> str:
-    """Return the SHA-256 of a tokenizer's file."""
-    return hashlib.sha256(data).hexdigest()
-
-
-def write_tokenizer(folder: str | Path, content: dict[str, Any], files: dict[str, bytes] | None = None) -> None:
-    """Write a tokenizer's files, then tokenizer.json with `content`, which holds a checksum for each file."""
+def write_tokenizer(folder: str | Path, content: dict[str, Any], files: dict[str, bytes]) -> None:
+    """Write a tokenizer's files, then tokenizer.json with `content` and the SHA-256 of each file."""
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
-    for name, data in (files or {}).items():
+    for name, data in files.items():
         write_file(folder / name, data)
-    indent = 0 if "words" in content else 2
-    text = json.dumps(content, ensure_ascii=indent == 2, indent=indent)
-    write_file(folder / TOKENIZER_FILE, text.encode("utf-8"))
+        content[_CHECKSUMS[name]] = hashlib.sha256(data).hexdigest()
+    write_file(folder / TOKENIZER_FILE, json_bytes(content))
 
 
-def read_checked(path: Path, expected: str) -> bytes:
+def read_stored(folder: Path, name: str, content: Any) -> bytes:
     """Return the content of a tokenizer's file.
 
-    Raises:
-        FileNotFoundError: there is no such file.
-        TextError: its checksum is not `expected`.
+    Raises ``FileNotFoundError``, and ``TextError`` if its checksum is not that of `content`, from tokenizer.json.
     """
-    if not path.is_file():
-        raise FileNotFoundError(f"{path}: no such file; the tokenizer is incomplete")
-    data = path.read_bytes()
-    if checksum(data) != expected:
-        raise TextError(f"{path.name} is damaged, or not the file that {TOKENIZER_FILE} was written with")
+    if not (folder / name).is_file():
+        raise FileNotFoundError(f"{folder / name}: no such file; the tokenizer is incomplete")
+    data = (folder / name).read_bytes()
+    if hashlib.sha256(data).hexdigest() != content[_CHECKSUMS[name]]:
+        raise TextError(f"{name} is damaged, or not the file that {TOKENIZER_FILE} was written with")
     return data
+
+
+def json_bytes(content: Any) -> bytes:
+    """Return JSON with an entry a line."""
+    return json.dumps(content, ensure_ascii=False, indent=0).encode("utf-8")

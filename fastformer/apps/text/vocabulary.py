@@ -1,157 +1,80 @@
-"""Word vocabulary: one id for each word, `<unk>` for unknown words.
+"""Learn the tokenizer that the settings of a run describe, and load a stored one."""
 
-For tokenised corpora (WikiText-2: split at spaces) and for classical word-level translation (split at punctuation).
-Words are simple and readable, but some are unknown; sentencepiece has no unknown words. The punctuation rule is for
-scripts with spaces between words. Text that looks like a special symbol never becomes one, except `<unk>`, which
-WikiText contains.
-"""
-
-import re
-import unicodedata
-from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Any
 
-from fastformer.settings import check_value
+from .files import TextError, read_json
+from .marian_tokenizer import MarianTokenizer
+from .sentencepiece_tokenizer import SentencePieceTokenizer, train_sentencepiece
+from .tokenizer import BOS, EOS, PAD, TOKENIZER_FILE, UNK, SpecialIds, Tokenizer
+from .word_tokenizer import WordTokenizer
 
-from .files import TextError, check_texts, encode_text
-from .special_ids import UNK, SpecialIds
-from .tokenizer import Tokenizer, write_tokenizer
-
-Splitting = Literal["punctuation", "whitespace"]
-SPLITTINGS: tuple[Splitting, ...] = get_args(Splitting)
-
-# A number with separators, an elided word with its apostrophe (l', don', man'), a word with inner hyphens, or one sign.
-_WORD = re.compile(r"\d+(?:[.,:]\d+)+|\w+['’](?=\w)|\w+(?:-\w+)*|[^\w\s]")
-_NO_SPACE_BEFORE = frozenset(".,!?;:)]}%…”»’")
-_NO_SPACE_AFTER = frozenset("([{“„«¿¡$£")
+_KINDS = {kind.kind: kind for kind in (SentencePieceTokenizer, WordTokenizer, MarianTokenizer)}
 
 
-def split_words(text: str) -> list[str]:
-    """Split a sentence into words, numbers and single punctuation marks, after NFC normalisation.
+def learn_tokenizer(
+    lines: Iterable[str], settings: Any, special_ids: SpecialIds | None = None, pieces: int = 8000
+) -> Tokenizer:
+    """Learn the tokenizer that the settings of a run's data describe.
 
-    >>> split_words("L'homme (45 ans) dit: «oui», don't you?")
-    ["L'", 'homme', '(', '45', 'ans', ')', 'dit', ':', '«', 'oui', '»', ',', "don'", 't', 'you', '?']
+    Args:
+        lines: the training text only.
+        settings: `tokenizer` ("words" or a type of sentencepiece's models), `vocabulary`, `lowercase`; `splitting` and
+            `minimum_frequency` of words, `character_coverage` and, of translation, `symbols` of pieces.
+        special_ids: None: the default ids.
+        pieces: size of sentencepiece's vocabulary if the settings have none.
+
+    Raises the errors of `train_sentencepiece` and `WordTokenizer.from_lines`.
     """
-    return _WORD.findall(unicodedata.normalize("NFC", text))
+    common = {"lowercase": settings.lowercase, "special_ids": special_ids}
+    if settings.tokenizer == "words":
+        return WordTokenizer.from_lines(
+            lines,
+            minimum_frequency=settings.minimum_frequency,
+            maximum_size=settings.vocabulary,
+            splitting=settings.splitting,
+            **common,
+        )
+    return train_sentencepiece(
+        lines,
+        settings.vocabulary or pieces,
+        model_type=settings.tokenizer,
+        character_coverage=settings.character_coverage,
+        symbols=split_symbols(getattr(settings, "symbols", None)),
+        **common,
+    )
 
 
-def join_words(words: Sequence[str]) -> str:
-    """Join words as in usual typing: no space before a comma, none after an opening bracket or an elision.
+def split_symbols(symbols: str | None) -> list[str]:
+    """Return the symbols of a setting such as `<2de>,<2fr>`.
 
-    >>> join_words(["L'", "homme", "(", "45", "ans", ")", "dort", "."])
-    "L'homme (45 ans) dort."
+    Raises ``ValueError`` if a symbol is empty, holds a space, occurs twice or is a special token.
     """
-    text, glue, quoted = "", True, False
-    for word in words:
-        closing = word == '"' and quoted
-        text += word if glue or closing or word in _NO_SPACE_BEFORE else f" {word}"
-        if word == '"':
-            quoted = not quoted
-        glue = word in _NO_SPACE_AFTER or (word == '"' and quoted) or (len(word) > 1 and word[-1] in "'’")
-    return text
+    separate = [] if symbols is None else [symbol.strip() for symbol in symbols.split(",")]
+    wrong = [each for each in separate if each in ("", UNK, PAD, BOS, EOS) or len(each.split()) != 1]
+    if wrong or len(set(separate)) < len(separate):
+        raise ValueError(
+            "symbols must be different texts without spaces, separated by commas, and no special tokens, "
+            f"not {symbols!r}"
+        )
+    return separate
 
 
-class WordTokenizer(Tokenizer):
-    """A list of words with their ids; build it with `from_lines`, on the training split only.
+def load_tokenizer(folder: str | Path) -> Tokenizer:
+    """Load a tokenizer of any kind from the folder that `save` wrote.
 
-    `words` is the table in id order with the special symbols at their ids. Raises ``TextError`` if the table does not
-    fit the special ids, or a word holds half of a surrogate pair.
+    Raises ``FileNotFoundError`` if a file is missing and ``TextError`` if one is damaged, naming the file.
     """
-
-    kind = "word"
-
-    def __init__(
-        self,
-        words: Sequence[str],
-        special_ids: SpecialIds | None = None,
-        lowercase: bool = False,
-        splitting: Splitting = "punctuation",
-    ) -> None:
-        check_value("splitting", splitting, str, choices=SPLITTINGS)
-        check_value("lowercase", lowercase, bool)
-        self.special_ids = special_ids or SpecialIds()
-        self.words = list(words)
-        encode_text("".join(self.words), "a word")  # so that the table can be saved
-        self.lowercase = lowercase
-        self.splitting = splitting
-        names = self.special_ids.names()
-        if any(i >= len(self.words) or self.words[i] != name for i, name in names.items()):
-            raise TextError(f"the special symbols must stand at their ids in the word table: {dict(names)}")
-        self._ids = {word: i for i, word in enumerate(self.words) if i not in names}
-        if len(self._ids) + len(names) != len(self.words):
-            raise TextError("the word table holds a word twice")
-        self._ids[UNK] = self.unk_id
-
-    @classmethod
-    def from_lines(
-        cls,
-        lines: Iterable[str],
-        *,
-        minimum_frequency: int = 1,
-        maximum_size: int | None = None,
-        lowercase: bool = False,
-        splitting: Splitting = "punctuation",
-        special_ids: SpecialIds | None = None,
-    ) -> "WordTokenizer":
-        """Build the table of the words in `lines`, the most frequent first (ties in alphabetical order).
-
-        `maximum_size` includes the four special symbols. Raises ``ValueError`` for a frequency < 1 or a size <= 4,
-        ``TextError`` if no word is left.
-        """
-        check_texts("lines", lines)
-        check_value("minimum_frequency", minimum_frequency, int, at_least=1)
-        check_value("maximum_size", maximum_size, int | None, above=4)  # four special symbols
-        special_ids = (special_ids or SpecialIds()).distinct()
-        names = special_ids.names()
-        counts = Counter(word for line in lines for word in _split(line, lowercase, splitting))
-        for name in names.values():
-            counts.pop(name, None)
-        ranked = sorted(counts.items(), key=lambda item: (-item[1], item[0]))
-        words = [word for word, count in ranked if count >= minimum_frequency]
-        if maximum_size is not None:
-            words = words[: maximum_size - len(names)]
-        if not words:
-            raise TextError(f"no word occurs {minimum_frequency} times in the training lines: nothing to build from")
-        if (last := max(names)) >= len(words) + len(names):
-            raise ValueError(f"special id {last} is beyond the vocabulary of {len(words) + len(names)} entries")
-        for i in sorted(names):
-            words.insert(i, names[i])
-        return cls(words, special_ids, lowercase, splitting)
-
-    @property
-    def size(self) -> int:
-        return len(self.words)
-
-    def split(self, text: str) -> list[str]:
-        """Split a text into words, as before encoding."""
-        return _split(text, self.lowercase, self.splitting)
-
-    def encode_batch(self, lines: Sequence[str]) -> list[list[int]]:
-        """Return the ids of every line; unknown words give `unk_id`."""
-        check_texts("lines", lines)
-        unk = self.unk_id
-        return [[self._ids.get(word, unk) for word in self.split(line)] for line in lines]
-
-    def decode(self, ids: Iterable[int]) -> str:
-        """Return the detokenised text; padding, bos and eos are dropped, unk shows as `<unk>`."""
-        words = [self.words[i] for i in self.special_ids.drop(ids)]
-        return join_words(words) if self.splitting == "punctuation" else " ".join(words)
-
-    def pieces(self, ids: Iterable[int]) -> list[str]:
-        return [self.words[i] for i in ids]
-
-    def save(self, folder: str | Path) -> None:
-        settings = {"lowercase": self.lowercase, "splitting": self.splitting, "words": self.words}
-        write_tokenizer(folder, {"kind": self.kind, "special_ids": vars(self.special_ids), **settings})
-
-    @classmethod
-    def load(cls, folder: Path, content: Any) -> "WordTokenizer":
-        """Load a tokenizer that `save` wrote; `content` is that of tokenizer.json."""
-        return cls(content["words"], SpecialIds(**content["special_ids"]), content["lowercase"], content["splitting"])
-
-
-def _split(text: str, lowercase: bool, splitting: Splitting) -> list[str]:
-    text = text.lower() if lowercase else text
-    return split_words(text) if splitting == "punctuation" else text.split()
+    path = Path(folder) / TOKENIZER_FILE
+    if not path.is_file():
+        raise FileNotFoundError(f"{path}: no such file; the folder holds no tokenizer")
+    content = read_json(path)
+    try:
+        if content["kind"] not in _KINDS:
+            raise TextError(f"unknown kind {content['kind']!r}; known are {', '.join(_KINDS)}")
+        tokenizer: Tokenizer = _KINDS[content["kind"]].load(path.parent, content)
+        return tokenizer
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        reason = error if isinstance(error, ValueError) else repr(error)
+        raise TextError(f"{path}: not a tokenizer file, or damaged ({reason})") from error

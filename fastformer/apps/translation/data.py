@@ -18,7 +18,7 @@ from fastformer.apps.text import (
     split,
 )
 from fastformer.apps.text.scores import BLEU_TOKENIZERS, bleu_tokenizer
-from fastformer.apps.text.tokenizers import split_symbols
+from fastformer.apps.text.vocabulary import split_symbols
 
 _LEARNED = ("bpe", "unigram", "char", "word", "words")
 TOKENIZERS = (*_LEARNED, PRETRAINED)

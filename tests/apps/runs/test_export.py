@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from fastformer.apps.export import export_ctranslate2, export_safetensors, load_safetensors
 from fastformer.apps.language.model import CLASSICAL, LanguageConfig, LanguageModel
 from fastformer.apps.text import WordTokenizer
-from fastformer.apps.text.special_ids import SpecialIds
+from fastformer.apps.text.tokenizer import SpecialIds
 from fastformer.apps.train import CheckpointError
 from fastformer.apps.train.checkpoint import Checkpoint
 from fastformer.apps.translation.model import TranslationConfig, TranslationModel

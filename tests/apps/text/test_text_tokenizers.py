@@ -20,7 +20,7 @@ from fastformer.apps.text import (
     number_corpus,
     read_lines,
     train_sentencepiece,
-    vocabulary,
+    word_tokenizer,
 )
 from fastformer.apps.translation.run import DataConfig
 
@@ -268,11 +268,11 @@ def test_detokenised_text_is_the_text(text):
 
 
 def test_decomposed_letters_are_one_word():
-    assert vocabulary.split_words("cafe\u0301 noir") == ["café", "noir"]
+    assert word_tokenizer.split_words("cafe\u0301 noir") == ["café", "noir"]
 
 
 def test_examples_in_the_docstrings():
-    assert doctest.testmod(vocabulary) == (0, 2)
+    assert doctest.testmod(word_tokenizer) == (0, 2)
 
 
 @pytest.mark.slow

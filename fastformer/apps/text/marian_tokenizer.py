@@ -1,4 +1,4 @@
-"""Tokenizers of Marian's models, as transformers stores them: sentencepiece's pieces with ids from a JSON file.
+"""`MarianTokenizer`, for Marian's models as transformers stores them: sentencepiece's pieces with ids from a JSON file.
 
 A sentencepiece model for each side splits text into pieces; `vocab.json`, mostly one for both sides, has their ids. The
 decoder begins with padding, so `bos_id` is `pad_id`. A language code such as `>>fra<<` at the beginning of a text is
@@ -12,13 +12,12 @@ from pathlib import Path
 from typing import Any
 
 from .files import TextError, check_texts, encode_text, read_json
-from .special_ids import SpecialIds
-from .tokenizer import MODEL_FILE, Tokenizer, checksum, open_model, read_checked, write_tokenizer
+from .sentencepiece_tokenizer import open_model
+from .tokenizer import MODEL_FILE, PIECES_FILE, SpecialIds, Tokenizer, json_bytes, read_stored, write_tokenizer
 
-_VOCABULARY_FILE = "vocabulary.json"
-_CODE = re.compile(r">>.*?<<", re.DOTALL)
+_CODE = re.compile(r">>.*?<<|", re.DOTALL)
 _SPACE = "\u2581"
-_UNK, _EOS, _PAD = "<unk>", "</s>", "<pad>"
+_UNK, _PAD, _EOS = "<unk>", "<pad>", "</s>"
 
 
 class MarianTokenizer(Tokenizer):
@@ -43,8 +42,8 @@ class MarianTokenizer(Tokenizer):
         self._ids = {word: i for i, word in enumerate(self.words)}
         if missing := [word for word in (_UNK, _EOS, _PAD) if word not in self._ids]:
             raise TextError(f"the vocabulary has no {', '.join(missing)}")
-        unk, eos, pad = (self._ids[word] for word in (_UNK, _EOS, _PAD))
-        self.special_ids = SpecialIds(unk, pad, pad, eos)
+        unk, pad, eos = (self._ids[word] for word in (_UNK, _PAD, _EOS))
+        super().__init__(SpecialIds(unk, pad, pad, eos))
 
     @property
     def size(self) -> int:
@@ -53,12 +52,12 @@ class MarianTokenizer(Tokenizer):
     def encode_batch(self, lines: Sequence[str]) -> list[list[int]]:
         """Return the ids of every line, by sentencepiece's threads."""
         check_texts("lines", lines)
-        codes = [match[0] if (match := _CODE.match(line)) else "" for line in lines]
-        texts = [line[len(code) :] for code, line in zip(codes, lines, strict=True)]
-        pieces = self._processor.encode(texts, out_type=str)
-        unk = self.unk_id
+        codes = [_CODE.match(line)[0] for line in lines]  # type: ignore[index]
+        pieces = self._processor.encode(
+            [line[len(code) :] for code, line in zip(codes, lines, strict=True)], out_type=str
+        )
         return [
-            [self._ids.get(piece, unk) for piece in ([code, *each] if code else each)]
+            [self._ids.get(piece, self.unk_id) for piece in ([code, *each] if code else each)]
             for code, each in zip(codes, pieces, strict=True)
         ]
 
@@ -71,16 +70,14 @@ class MarianTokenizer(Tokenizer):
         return [self.words[int(i)] for i in ids]
 
     def save(self, folder: str | Path) -> None:
-        words = json.dumps(self.words, ensure_ascii=False, indent=0).encode("utf-8")
-        sums = {"sha256": checksum(self.model), "vocabulary_sha256": checksum(words)}
-        files = {MODEL_FILE: self.model, _VOCABULARY_FILE: words}
-        write_tokenizer(folder, {"kind": self.kind, "size": self.size, **sums}, files)
+        files = {MODEL_FILE: self.model, PIECES_FILE: json_bytes(self.words)}
+        write_tokenizer(folder, {"kind": self.kind, "size": self.size}, files)
 
     @classmethod
     def load(cls, folder: Path, content: Any) -> "MarianTokenizer":
         """Load a tokenizer that `save` wrote; `content` is that of tokenizer.json."""
-        model = read_checked(folder / MODEL_FILE, content["sha256"])
-        return cls(model, json.loads(read_checked(folder / _VOCABULARY_FILE, content["vocabulary_sha256"])))
+        model, words = (read_stored(folder, name, content) for name in (MODEL_FILE, PIECES_FILE))
+        return cls(model, json.loads(words))
 
 
 def read_marian(folder: Path | str) -> tuple[MarianTokenizer, MarianTokenizer]:
@@ -99,15 +96,13 @@ def read_marian(folder: Path | str) -> tuple[MarianTokenizer, MarianTokenizer]:
     if not isinstance(content, dict):
         raise TextError(f"{settings}: not the settings of a tokenizer, but of type {type(content).__name__}")
     vocabulary = "target_vocab.json" if content.get("separate_vocabs", False) else "vocab.json"
-    return _side(folder, "source.spm", "vocab.json"), _side(folder, "target.spm", vocabulary)
+    return _read_side(folder, "source.spm", "vocab.json"), _read_side(folder, "target.spm", vocabulary)
 
 
-def _side(folder: Path, model: str, vocabulary: str) -> MarianTokenizer:
+def _read_side(folder: Path, model: str, vocabulary: str) -> MarianTokenizer:
     content = read_json(folder / vocabulary)
-    if not isinstance(content, dict):
-        raise TextError(f"{folder / vocabulary}: not a vocabulary, but of type {type(content).__name__}")
-    if sorted(content.values(), key=repr) != sorted(range(len(content)), key=repr):
-        raise TextError(f"{folder / vocabulary}: not a vocabulary: ids must be 0 to {len(content) - 1}, each once")
+    if not isinstance(content, dict) or sorted(content.values(), key=repr) != sorted(range(len(content)), key=repr):
+        raise TextError(f"{folder / vocabulary}: not a vocabulary: the pieces' ids must be 0 to N - 1, each once")
     try:
         return MarianTokenizer((folder / model).read_bytes(), sorted(content, key=content.__getitem__))
     except TextError as error:

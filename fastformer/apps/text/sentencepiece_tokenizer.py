@@ -1,9 +1,7 @@
-"""Sentencepiece tokenizers; learn and load tokenizers of any kind.
+"""`SentencePieceTokenizer`, and its training in memory on exactly the given lines.
 
-Sentencepiece is trained in memory on exactly the given lines, so validation text cannot be included through a folder or
-a concatenated file. Nothing is sampled and the number of threads is an argument, so the same lines give the
-same model. A saved tokenizer is two files without pickle: the sentencepiece model and a JSON file with the special
-ids, the casing and the model's checksum.
+So validation text cannot be included through a folder or a concatenated file. Nothing is sampled and the number of
+threads is an argument, so the same lines give the same model.
 """
 
 import io
@@ -11,20 +9,27 @@ import logging
 import re
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import sentencepiece
 
 from fastformer.settings import check_value
 
-from .files import TextError, check_texts, encode_text, read_json
-from .marian import MarianTokenizer
-from .special_ids import BOS, EOS, PAD, UNK, SpecialIds
-from .tokenizer import MODEL_FILE, TOKENIZER_FILE, Tokenizer, checksum, open_model, read_checked, write_tokenizer
-from .vocabulary import WordTokenizer
+from .files import TextError, check_texts, encode_text
+from .tokenizer import (
+    BOS,
+    EOS,
+    MODEL_FILE,
+    PAD,
+    TOKENIZER_FILE,
+    UNK,
+    SpecialIds,
+    Tokenizer,
+    read_stored,
+    write_tokenizer,
+)
 
 ModelType = Literal["unigram", "bpe", "char", "word"]
-_MODEL_TYPES = ("unigram", "bpe", "char", "word")
 # Training of unigram models is quadratic in a line, 18 s of CPU for 200,000 characters, so long lines are divided; no
 # piece crosses words. And sentencepiece cannot read a model of its own with a piece of 8,000 bytes.
 _LONG_WORD = re.compile(r"\S{1000}(?=\S)")
@@ -32,6 +37,16 @@ _LINE_SEGMENT = re.compile(r".{1,4000}(?=\s|\Z)", re.DOTALL)
 _SILENT = 2  # sentencepiece's minloglevel: errors only, and those arrive as exceptions
 
 logger = logging.getLogger("fastformer")
+
+
+def open_model(model: bytes) -> sentencepiece.SentencePieceProcessor:
+    """Open a serialised sentencepiece model; raises ``TextError`` if it is not one."""
+    try:
+        if model:
+            return sentencepiece.SentencePieceProcessor(model_proto=model)
+    except (RuntimeError, OSError) as error:
+        raise TextError("not a sentencepiece model") from error
+    raise TextError("not a sentencepiece model: it is empty")
 
 
 class SentencePieceTokenizer(Tokenizer):
@@ -43,14 +58,13 @@ class SentencePieceTokenizer(Tokenizer):
     kind = "sentencepiece"
 
     def __init__(self, model: bytes, lowercase: bool = False) -> None:
-        self.model, self.lowercase = model, lowercase
+        self.model, self.lowercase = model, check_value("lowercase", lowercase, bool)
         self._processor = processor = open_model(model)
         try:
-            self.special_ids = SpecialIds(
-                processor.unk_id(), processor.pad_id(), processor.bos_id(), processor.eos_id()
-            )
+            special_ids = SpecialIds(processor.unk_id(), processor.pad_id(), processor.bos_id(), processor.eos_id())
         except ValueError as error:
             raise TextError(f"the sentencepiece model lacks a special symbol: {error}") from None
+        super().__init__(special_ids)
 
     @property
     def size(self) -> int:
@@ -72,70 +86,16 @@ class SentencePieceTokenizer(Tokenizer):
 
     def save(self, folder: str | Path) -> None:
         settings = {"special_ids": vars(self.special_ids), "lowercase": self.lowercase, "size": self.size}
-        content = {"kind": self.kind, **settings, "sha256": checksum(self.model)}
-        write_tokenizer(folder, content, {MODEL_FILE: self.model})
+        write_tokenizer(folder, {"kind": self.kind, **settings}, {MODEL_FILE: self.model})
 
     @classmethod
     def load(cls, folder: Path, content: Any) -> "SentencePieceTokenizer":
         """Load a tokenizer that `save` wrote; `content` is that of tokenizer.json."""
-        check_value("lowercase", content["lowercase"], bool)
         special_ids = SpecialIds(**content["special_ids"])
-        tokenizer = cls(read_checked(folder / MODEL_FILE, content["sha256"]), content["lowercase"])
+        tokenizer = cls(read_stored(folder, MODEL_FILE, content), content["lowercase"])
         if tokenizer.special_ids != special_ids:
             raise TextError(f"{MODEL_FILE}: its special ids {tokenizer.special_ids} are not those of {TOKENIZER_FILE}")
         return tokenizer
-
-
-_KINDS = {kind.kind: kind for kind in (SentencePieceTokenizer, WordTokenizer, MarianTokenizer)}
-
-
-def learn_tokenizer(
-    lines: Iterable[str], settings: Any, special_ids: SpecialIds | None = None, pieces: int = 8000
-) -> Tokenizer:
-    """Learn the tokenizer that the settings of a run's data describe.
-
-    Args:
-        lines: the training text only.
-        settings: `tokenizer` ("words" or a type of sentencepiece's models), `vocabulary`, `lowercase`; `splitting` and
-            `minimum_frequency` of words, `character_coverage` and, of translation, `symbols` of pieces.
-        special_ids: None: the default ids.
-        pieces: size of sentencepiece's vocabulary if the settings have none.
-
-    Raises the errors of `train_sentencepiece` and `WordTokenizer.from_lines`.
-    """
-    common = {"lowercase": settings.lowercase, "special_ids": special_ids}
-    if settings.tokenizer == "words":
-        return WordTokenizer.from_lines(
-            lines,
-            minimum_frequency=settings.minimum_frequency,
-            maximum_size=settings.vocabulary,
-            splitting=settings.splitting,
-            **common,
-        )
-    return train_sentencepiece(
-        lines,
-        settings.vocabulary or pieces,
-        model_type=settings.tokenizer,
-        character_coverage=settings.character_coverage,
-        symbols=split_symbols(getattr(settings, "symbols", None)),
-        **common,
-    )
-
-
-def split_symbols(symbols: str | None) -> list[str]:
-    """Return the symbols of a setting such as `<2de>,<2fr>`.
-
-    Raises:
-        ValueError: a symbol is empty, holds a space, occurs twice or is a special token.
-    """
-    separate = [] if symbols is None else [symbol.strip() for symbol in symbols.split(",")]
-    wrong = [each for each in separate if each in ("", UNK, PAD, BOS, EOS) or len(each.split()) != 1]
-    if wrong or len(set(separate)) < len(separate):
-        raise ValueError(
-            "symbols must be different texts without spaces, separated by commas, and no special tokens, "
-            f"not {symbols!r}"
-        )
-    return separate
 
 
 def train_sentencepiece(
@@ -159,7 +119,7 @@ def train_sentencepiece(
     small for the characters that must be covered.
     """
     check_texts("lines", lines)
-    check_value("model_type", model_type, str, choices=_MODEL_TYPES)
+    check_value("model_type", model_type, str, choices=get_args(ModelType))
     check_value("vocabulary_size", vocabulary_size, int, at_least=5)  # four special symbols and a piece
     check_value("character_coverage", character_coverage, float, at_least=0.98, at_most=1)
     check_value("lowercase", lowercase, bool)
@@ -171,10 +131,8 @@ def train_sentencepiece(
     texts = [text for line in lines if (text := line.lower() if lowercase else line).strip()]
     if not texts:
         raise TextError("no text to train a tokenizer on: every line is empty")
-    longest = max(
-        len(encode_text(text, f"line {number:,} that is not blank")) for number, text in enumerate(texts, start=1)
-    )
-    options: dict[str, Any] = {
+    longest = max(len(encode_text(text, f"line {i:,} that is not blank")) for i, text in enumerate(texts, start=1))
+    options = {
         "model_type": model_type,
         "character_coverage": character_coverage,
         "num_threads": threads,
@@ -189,8 +147,7 @@ def train_sentencepiece(
         **vars(special_ids),
     }
     segments = [each for text in texts for each in _LINE_SEGMENT.findall(_LONG_WORD.sub(r"\g<0> ", text))]
-    model = _train(segments, vocabulary_size, options)
-    tokenizer = SentencePieceTokenizer(model, lowercase)
+    tokenizer = SentencePieceTokenizer(_train(segments, vocabulary_size, options), lowercase)
     if tokenizer.size < vocabulary_size:
         logger.warning(
             "vocabulary_size %s is more than these %s lines allow for a %s model: using %s",
@@ -216,23 +173,3 @@ def _train(texts: Sequence[str], vocabulary_size: int, options: dict[str, Any]) 
             ) from None
         raise TextError(f"sentencepiece cannot be trained on these lines: {error}") from error
     return model.getvalue()
-
-
-def load_tokenizer(folder: str | Path) -> Tokenizer:
-    """Load a tokenizer of any kind from the folder that `save` wrote.
-
-    Raises ``FileNotFoundError`` if a file is missing and ``TextError`` if one is damaged, naming the file.
-    """
-    path = Path(folder) / TOKENIZER_FILE
-    if not path.is_file():
-        raise FileNotFoundError(f"{path}: no such file; the folder holds no tokenizer")
-    content = read_json(path)
-    try:
-        if content["kind"] not in _KINDS:
-            raise TextError(f"unknown kind {content['kind']!r}; known are {', '.join(_KINDS)}")
-        tokenizer: Tokenizer = _KINDS[content["kind"]].load(path.parent, content)
-        return tokenizer
-    except ValueError as error:
-        raise TextError(f"{path}: not a tokenizer file, or damaged ({error})") from error
-    except (KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise TextError(f"{path}: not a tokenizer file, or damaged ({error!r})") from error

@@ -1,0 +1,154 @@
+"""`WordTokenizer`: one id for each word, `<unk>` for unknown words.
+
+For tokenised corpora (WikiText-2: split at spaces) and for classical word-level translation (split at punctuation).
+Words are simple and readable, but some are unknown; sentencepiece has no unknown words. The punctuation rule is for
+scripts with spaces between words. Text that looks like a special symbol never becomes one, except `<unk>`, which
+WikiText contains.
+"""
+
+import re
+import unicodedata
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any, Literal, get_args
+
+from fastformer.settings import check_value
+
+from .files import TextError, check_texts, encode_text
+from .tokenizer import UNK, SpecialIds, Tokenizer, write_tokenizer
+
+Splitting = Literal["punctuation", "whitespace"]
+SPLITTINGS: tuple[Splitting, ...] = get_args(Splitting)
+
+# A number with separators, an elided word with its apostrophe (l', don', man'), a word with inner hyphens, or one sign.
+_WORD = re.compile(r"\d+(?:[.,:]\d+)+|\w+['’](?=\w)|\w+(?:-\w+)*|[^\w\s]")
+_NO_SPACE_BEFORE = frozenset(".,!?;:)]}%…”»’")
+_NO_SPACE_AFTER = frozenset("([{“„«¿¡$£")
+
+
+def split_words(text: str) -> list[str]:
+    """Split a sentence into words, numbers and single punctuation marks, after NFC normalisation.
+
+    >>> split_words("L'homme (45 ans) dit: «oui», don't you?")
+    ["L'", 'homme', '(', '45', 'ans', ')', 'dit', ':', '«', 'oui', '»', ',', "don'", 't', 'you', '?']
+    """
+    return _WORD.findall(unicodedata.normalize("NFC", text))
+
+
+def join_words(words: Sequence[str]) -> str:
+    """Join words as in usual typing: no space before a comma, none after an opening bracket or an elision.
+
+    >>> join_words(["L'", "homme", "(", "45", "ans", ")", "dort", "."])
+    "L'homme (45 ans) dort."
+    """
+    text, glue, quoted = "", True, False
+    for word in words:
+        closing = word == '"' and quoted
+        text += word if glue or closing or word in _NO_SPACE_BEFORE else f" {word}"
+        if word == '"':
+            quoted = not quoted
+        glue = word in _NO_SPACE_AFTER or (word == '"' and quoted) or (len(word) > 1 and word[-1] in "'’")
+    return text
+
+
+class WordTokenizer(Tokenizer):
+    """A list of words with their ids; build it with `from_lines`, on the training split only.
+
+    `words` is the table in id order with the special symbols at their ids. Raises ``TextError`` if the table does not
+    fit the special ids, or a word holds half of a surrogate pair.
+    """
+
+    kind = "word"
+
+    def __init__(
+        self,
+        words: Sequence[str],
+        special_ids: SpecialIds | None = None,
+        lowercase: bool = False,
+        splitting: Splitting = "punctuation",
+    ) -> None:
+        super().__init__(special_ids or SpecialIds())
+        self.words = list(words)
+        self.lowercase = check_value("lowercase", lowercase, bool)
+        self.splitting = check_value("splitting", splitting, str, choices=SPLITTINGS)
+        encode_text("".join(self.words), "a word")  # so that the table can be saved
+        names = self.special_ids.names()
+        if any(i >= len(self.words) or self.words[i] != name for i, name in names.items()):
+            raise TextError(f"the special symbols must stand at their ids in the word table: {names}")
+        self._ids = {word: i for i, word in enumerate(self.words) if i not in names}
+        if len(self._ids) + len(names) != len(self.words):
+            raise TextError("the word table holds a word twice")
+        self._ids[UNK] = self.unk_id
+
+    @classmethod
+    def from_lines(
+        cls,
+        lines: Iterable[str],
+        *,
+        minimum_frequency: int = 1,
+        maximum_size: int | None = None,
+        lowercase: bool = False,
+        splitting: Splitting = "punctuation",
+        special_ids: SpecialIds | None = None,
+    ) -> "WordTokenizer":
+        """Build the table of the words in `lines`, the most frequent first (ties in alphabetical order).
+
+        `maximum_size` includes the four special symbols. Raises ``ValueError`` for a frequency < 1 or a size <= 4,
+        ``TextError`` if no word is left.
+        """
+        check_texts("lines", lines)
+        check_value("minimum_frequency", minimum_frequency, int, at_least=1)
+        check_value("maximum_size", maximum_size, int | None, above=4)  # four special symbols
+        special_ids = (special_ids or SpecialIds()).distinct()
+        names = special_ids.names()
+        counts = Counter(word for line in lines for word in _split(line, lowercase, splitting))
+        for name in names.values():
+            counts.pop(name, None)
+        ranked = sorted(counts.items(), key=lambda item: (-item[1], item[0]))
+        words = [word for word, count in ranked if count >= minimum_frequency]
+        if maximum_size is not None:
+            words = words[: maximum_size - len(names)]
+        if not words:
+            raise TextError(f"no word occurs {minimum_frequency} times in the training lines: nothing to build from")
+        if (last := max(names)) >= len(words) + len(names):
+            raise ValueError(f"special id {last} is beyond the vocabulary of {len(words) + len(names)} entries")
+        for i in sorted(names):
+            words.insert(i, names[i])
+        return cls(words, special_ids, lowercase, splitting)
+
+    @property
+    def size(self) -> int:
+        return len(self.words)
+
+    def split(self, text: str) -> list[str]:
+        """Split a text into words, as before encoding."""
+        return _split(text, self.lowercase, self.splitting)
+
+    def encode_batch(self, lines: Sequence[str]) -> list[list[int]]:
+        """Return the ids of every line; unknown words give `unk_id`."""
+        check_texts("lines", lines)
+        ids, unk = self._ids, self.unk_id
+        return [[ids.get(word, unk) for word in self.split(line)] for line in lines]
+
+    def decode(self, ids: Iterable[int]) -> str:
+        """Return the detokenised text; padding, bos and eos are dropped, unk shows as `<unk>`."""
+        words = self.pieces(self.special_ids.drop(ids))
+        return join_words(words) if self.splitting == "punctuation" else " ".join(words)
+
+    def pieces(self, ids: Iterable[int]) -> list[str]:
+        return [self.words[i] for i in ids]
+
+    def save(self, folder: str | Path) -> None:
+        settings = {"lowercase": self.lowercase, "splitting": self.splitting, "words": self.words}
+        write_tokenizer(folder, {"kind": self.kind, "special_ids": vars(self.special_ids), **settings}, {})
+
+    @classmethod
+    def load(cls, folder: Path, content: Any) -> "WordTokenizer":
+        """Load a tokenizer that `save` wrote; `content` is that of tokenizer.json."""
+        return cls(content["words"], SpecialIds(**content["special_ids"]), content["lowercase"], content["splitting"])
+
+
+def _split(text: str, lowercase: bool, splitting: Splitting) -> list[str]:
+    text = text.lower() if lowercase else text
+    return split_words(text) if splitting == "punctuation" else text.split()

@@ -16,10 +16,10 @@ from fastformer.apps.classification.run import (
     ClassificationDataConfig,
     ClassificationRun,
     ClassificationTrainConfig,
-    complete_run,
     evaluate,
     load_classifier,
 )
+from fastformer.apps.runs.application import complete_run
 
 __all__ = [
     "ClassificationDataConfig",

@@ -4,7 +4,7 @@
 them in the order of the classes.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, ClassVar, Literal
@@ -36,7 +36,8 @@ from fastformer.apps.runs.folder import BY_HAND, refuse_by_hand
 from fastformer.apps.runs.run import Run
 from fastformer.apps.settings import SET, File, FolderOrName, Given, Settings, Texts, inherited, setting
 from fastformer.apps.text import SPLITTINGS, LabelledBatch, LabelledBatches, Tokenizer, learn_tokenizer
-from fastformer.apps.train import Processes, TrainConfig, Trainer, Validation
+from fastformer.apps.train import TrainConfig, Validation
+from fastformer.settings import check_value
 
 TOKENIZERS = ("bpe", "unigram", "char", "words")
 _IF_PIECES = {"tokenizer": TOKENIZERS[:-1]}
@@ -226,42 +227,10 @@ def load_classifier(folder: Path | str, checkpoint: str = "best", device: torch.
         ValueError: the run is of another kind, or the model exceeds this machine's memory.
         fastformer.apps.train.CheckpointError: there is no such checkpoint, or it is damaged.
     """
-    return _load(folder, checkpoint, device)[0]
-
-
-def _load(
-    folder: Path | str, checkpoint: str, device: torch.device | str
-) -> tuple[Classifier, ClassificationDataConfig]:
-    model = APPLICATION.load_for_inference(folder, checkpoint, device)
-    (tokenizer,) = APPLICATION.load_tokenizers(folder)
-    data = ClassificationDataConfig(**APPLICATION.read_config(folder)["data"])
+    model, (tokenizer,), data = APPLICATION.load(folder, checkpoint, device)
     if data.labels is None:
         raise ValueError(f"{Path(folder) / 'config.toml'}: [data] has no labels: it is damaged")
-    return Classifier(model, tokenizer, data.labels, data.max_length), data
-
-
-def complete_run(trainer: Trainer, tokenizer: Tokenizer, labels: Sequence[str], max_length: int = 256) -> None:
-    """Write tokenizer and config.toml into a `Trainer`'s folder, which `load_classifier` and every command then open.
-
-    Call it before or after `fit`, in all processes. The folder does not name the text: only Python can continue the
-    run, and `fastformer evaluate` needs `--source`.
-
-    Args:
-        trainer: the trainer of a `SequenceClassifier` whose input is encoded by `encode_texts`.
-        tokenizer: the tokenizer of the text.
-        labels: the names of the classes, in order.
-        max_length: most tokens of a text, bos counted.
-
-    Raises:
-        TypeError: the trainer's model is not a `SequenceClassifier`.
-        ValueError: the model does not fit the tokenizer, the labels or max_length; or a label cannot occur in a
-            labelled file, because it is empty or has tabs, ends of lines, or spaces around it.
-    """
-    config, data = getattr(trainer.model, "config", None), {"labels": tuple(labels), "max_length": max_length}
-    ClassificationDataConfig(dataset=BY_HAND, **data)  # type: ignore[arg-type]
-    Processes.current().on_main(
-        lambda: APPLICATION.complete(trainer.folder, config, (tokenizer,), data, trainer.config)
-    )
+    return Classifier(model, tokenizer, data.labels, data.max_length)
 
 
 def evaluate(
@@ -271,11 +240,11 @@ def evaluate(
     device: torch.device | str = "cpu",
 ) -> tuple[LabelledCorpus, Scores]:
     """Score a run on its test or validation text, or on a labelled file; errors as in `load_classifier`."""
-    classifier, data = _load(folder, checkpoint, device)
+    classifier = load_classifier(folder, checkpoint, device)
     if isinstance(split, Path):
         corpus = read_labelled(split, classifier.labels)
-    elif split in ("test", "valid"):
-        corpus = read_labelled_corpora(data)[split]
     else:
-        raise ValueError(f"split must be test, valid or the Path of a file, not {split!r}")
+        check_value("split", split, str, choices=("test", "valid"))
+        data = ClassificationDataConfig(**APPLICATION.read_config(folder)["data"])
+        corpus = read_labelled_corpora(data)[split]
     return corpus, score(classifier.model, corpus, classifier.tokenizer, classifier.max_length)

@@ -12,8 +12,7 @@ import torch
 from torch import Tensor
 
 from fastformer.apps.models.sizes import check_memory
-from fastformer.apps.runs.application import Application
-from fastformer.apps.runs.kinds import application_of, applications
+from fastformer.apps.runs.kinds import application_for, application_of
 from fastformer.apps.settings import befores, to_plain
 from fastformer.apps.system.files import new_folder
 from fastformer.apps.text import Tokenizer
@@ -103,15 +102,3 @@ def export_folder(folder: Path | str) -> Iterator[Path]:
         raise FileExistsError(f"{folder} is the folder that you are in, and would be replaced; choose another")
     with new_folder(folder) as temporary:
         yield temporary
-
-
-def application_for(model: Any, tokenizers: Sequence[Tokenizer]) -> Application:
-    """Return the application of a model; raise TypeError, or ValueError for another number of tokenizers."""
-    application: Application | None = next((each for each in applications() if isinstance(model, each.network)), None)
-    if application is None:
-        names = ", ".join(each.network.__name__ for each in applications())
-        raise TypeError(f"model must be one of {names}, not a {type(model).__name__}")
-    count = len(application.tokenizers)
-    if len(tokenizers) != count:
-        raise ValueError(f"tokenizers must be {count} for a {type(model).__name__}, not {len(tokenizers)}")
-    return application

@@ -3,17 +3,11 @@
 from fastformer.apps.language.data import LanguageDataConfig, build_tokenizer, read_text_corpora
 from fastformer.apps.language.evaluation import Perplexity, perplexity
 from fastformer.apps.language.model import CLASSICAL, LanguageConfig, LanguageModel, language_model_loss
-from fastformer.apps.language.run import (
-    LanguageRun,
-    LanguageTrainConfig,
-    complete_run,
-    evaluate_text,
-    load_generator,
-    load_language_model,
-)
+from fastformer.apps.language.run import LanguageRun, LanguageTrainConfig, evaluate_text, load_generator
 from fastformer.apps.language.sampling import SamplingOptions, choose_ids, random_streams, sample
 from fastformer.apps.language.text_generator import TextGenerator, attend_text
 from fastformer.apps.language.window import LanguageState
+from fastformer.apps.runs.application import complete_run
 
 __all__ = [
     "CLASSICAL",
@@ -33,7 +27,6 @@ __all__ = [
     "evaluate_text",
     "language_model_loss",
     "load_generator",
-    "load_language_model",
     "perplexity",
     "random_streams",
     "read_text_corpora",

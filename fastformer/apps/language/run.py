@@ -3,7 +3,6 @@
 `fastformer.apps.runs.folder` describes the files of a run folder.
 """
 
-import os
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, Literal
@@ -12,7 +11,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from fastformer.apps.language.data import STREAMS, LanguageDataConfig, Split, build_tokenizer, read_text_corpora
+from fastformer.apps.language.data import LanguageDataConfig, Split, build_tokenizer, read_text_corpora
 from fastformer.apps.language.evaluation import HeldOutText, Perplexity, encode_corpus, perplexity
 from fastformer.apps.language.model import LanguageConfig, LanguageModel, describe, language_model_loss
 from fastformer.apps.language.pretrained import ARCHITECTURES
@@ -23,7 +22,7 @@ from fastformer.apps.runs.run import Run
 from fastformer.apps.settings import Given, inherited
 from fastformer.apps.text import ColumnBatches, LanguageBatch, LanguageBatches, TextCorpus, Tokenizer, read_text
 from fastformer.apps.text.tokenizer import UNK
-from fastformer.apps.train import Processes, TrainConfig, Trainer, Validation
+from fastformer.apps.train import TrainConfig, Validation
 from fastformer.settings import check_value
 
 
@@ -149,10 +148,10 @@ class LanguageRun(Run):
         return Validation(len(held_out.pieces), score)
 
 
-def load_language_model(
-    folder: Path | str, checkpoint: str = "best", device: torch.device | str = "cpu"
-) -> tuple[LanguageModel, Tokenizer, LanguageDataConfig]:
-    """Load a run's model in evaluation mode, the tokenizer, and the data settings.
+def load_generator(folder: Path | str, checkpoint: str = "best", device: torch.device | str = "cpu") -> TextGenerator:
+    """Load a run's model and tokenizer as a text generator.
+
+    With stream=columns, texts begin after eos, because the model has never read bos.
 
     Args:
         folder: the run folder.
@@ -164,43 +163,9 @@ def load_language_model(
         ValueError: the run is of another kind, or the model exceeds this machine's memory.
         fastformer.apps.train.CheckpointError: there is no such checkpoint, or it is damaged.
     """
-    model = APPLICATION.load_for_inference(folder, checkpoint, device)
-    (tokenizer,) = APPLICATION.load_tokenizers(folder)
-    return model, tokenizer, LanguageDataConfig(**APPLICATION.read_config(folder)["data"])
-
-
-def load_generator(folder: Path | str, checkpoint: str = "best", device: torch.device | str = "cpu") -> TextGenerator:
-    """Load a run's model and tokenizer as a text generator.
-
-    With stream=columns, texts begin after eos, because the model has never read bos. Arguments and errors as in
-    `load_language_model`.
-    """
-    model, tokenizer, data = load_language_model(folder, checkpoint, device)
+    model, (tokenizer,), data = APPLICATION.load(folder, checkpoint, device)
     first = tokenizer.eos_id if data.stream == "columns" else tokenizer.bos_id
     return TextGenerator(model, tokenizer, data.context, first_id=first)
-
-
-def complete_run(trainer: Trainer, tokenizer: Tokenizer, context: int, stream: str = "documents") -> None:
-    """Write tokenizer and config.toml into a `Trainer`'s folder, which `load_generator` and every command then open.
-
-    Call it before or after `fit`, in all processes. The folder does not name the text: only Python can continue the
-    run, and `fastformer evaluate` needs `--source`.
-
-    Args:
-        trainer: the trainer of a `LanguageModel`.
-        tokenizer: the tokenizer of the text.
-        context: most tokens that a prediction depends on.
-        stream: "documents", each between bos and eos, or "columns", as the model was trained.
-
-    Raises:
-        TypeError: the trainer's model is not a `LanguageModel`.
-        ValueError: the model does not fit the tokenizer, context exceeds the model's positions, or stream is unknown.
-    """
-    check_value("stream", stream, str, choices=STREAMS)
-    config, data = getattr(trainer.model, "config", None), {"context": context, "stream": stream}
-    Processes.current().on_main(
-        lambda: APPLICATION.complete(trainer.folder, config, (tokenizer,), data, trainer.config)
-    )
 
 
 def evaluate_text(
@@ -213,19 +178,16 @@ def evaluate_text(
     """Compute the perplexity of a run's test or validation text, or of a file.
 
     Args:
-        folder, checkpoint, device: as in `load_language_model`.
+        folder, checkpoint, device: as in `load_generator`.
         split: the run's test or validation text, or a file.
         overlap: how many tokens each window reads again from before it; see `fastformer.apps.language.evaluation`.
 
-    Raises:
-        FileNotFoundError, ValueError, fastformer.apps.train.CheckpointError: see `load_language_model`,
-            `read_text_corpora` and `perplexity`.
+    Raises the errors of `load_generator`, `read_text_corpora` and `perplexity`.
     """
-    model, tokenizer, data = load_language_model(folder, checkpoint, device)
-    if split in ("test", "valid"):
-        corpus = read_text_corpora(data)[split]
-    elif isinstance(split, os.PathLike):
-        corpus = read_text(Path(split), data.document or "line")  # type: ignore[arg-type]
+    model, (tokenizer,), data = APPLICATION.load(folder, checkpoint, device)
+    if isinstance(split, Path):
+        corpus = read_text(split, data.document or "line")
     else:
-        raise ValueError(f"split must be test, valid or the Path of a file, not {split!r}")
+        check_value("split", split, str, choices=("test", "valid"))
+        corpus = read_text_corpora(data)[split]
     return corpus, perplexity(model, corpus, tokenizer, data.context, data.stream, overlap)

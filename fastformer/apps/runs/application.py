@@ -12,12 +12,12 @@ from torch import nn
 
 from fastformer.apps.models.sizes import check_memory
 from fastformer.apps.runs.folder import BY_HAND, CONFIG, VERSION, RunConfig, read_kind, stated
-from fastformer.apps.runs.kinds import application_of
+from fastformer.apps.runs.kinds import application_for, application_of
 from fastformer.apps.runs.toml import load_toml, save_toml
 from fastformer.apps.settings import Given, Settings, befores, facts, refuse_idle
 from fastformer.apps.system.run_lock import locked
 from fastformer.apps.text import SpecialIds, Tokenizer, load_tokenizer
-from fastformer.apps.train import Checkpoint, Processes, TrainConfig, find_checkpoint
+from fastformer.apps.train import Checkpoint, Processes, TrainConfig, Trainer, find_checkpoint
 
 PRETRAINED = "pretrained"  # value of `tokenizer` for runs that began with a model from transformers
 RATES = ("dropout", "attention_dropout", "activation_dropout")  # settings of such a model that fine-tuning may change
@@ -152,27 +152,25 @@ class Application:
         for name, tokenizer in zip(self.tokenizers, tokenizers, strict=True):
             tokenizer.save(folder / name)
 
-    def complete(
-        self, folder: Path, config: Any, tokenizers: Sequence[Tokenizer], data: Mapping[str, Any], train: TrainConfig
-    ) -> None:
-        """Write what a `Trainer`'s folder lacks to be a run folder; see `complete_run` of the applications.
-
-        Raises:
-            TypeError: the model's configuration is of another class than the application's.
-            ValueError: the configuration does not fit the tokenizers or the data.
-        """
-        if not isinstance(config, self.model):
-            raise TypeError(f"the trainer's model must have a {self.model.__name__}, not a {type(config).__name__}")
-        expected = self.model_config(vars(config), tokenizers, SimpleNamespace(**data))
+    def complete(self, trainer: Trainer, tokenizers: Sequence[Tokenizer], data: Mapping[str, Any]) -> None:
+        """Write what a `Trainer`'s folder lacks to be a run folder; see `complete_run`."""
+        config = trainer.model.config
+        text = self.data(**{"dataset": BY_HAND, **data})
+        if unused := data.keys() - set(self.reading):
+            raise ValueError(f"{', '.join(sorted(unused))}: not needed to use a model; give {', '.join(self.reading)}")
+        if self.length not in data:
+            raise ValueError(f"{self.length} must be given, as the model was trained with it")
+        expected = self.model_config(vars(config), tokenizers, text)
         for name, source in self.derived.items():
             if getattr(config, name) != getattr(expected, name):
                 raise ValueError(
                     f"the model has {name}={getattr(config, name)}, not the {getattr(expected, name)} of {source}"
                 )
-        folder.mkdir(parents=True, exist_ok=True)
-        with locked(folder):
-            self.save_tokenizers(folder, tokenizers)
-            self.save_settings(folder, {"dataset": BY_HAND, **data}, config, train)
+        trainer.folder.mkdir(parents=True, exist_ok=True)
+        with locked(trainer.folder):
+            self.save_tokenizers(trainer.folder, tokenizers)
+            settings = {"dataset": BY_HAND, **{name: getattr(text, name) for name in self.reading}}
+            self.save_settings(trainer.folder, settings, config, trainer.config)
 
     def read_config(self, folder: Path | str) -> dict[str, dict[str, Any]]:
         """Return the settings of a run folder, by section: data, model, train.
@@ -259,9 +257,36 @@ class Application:
         saved.load_into(network, config)
         return network
 
-    def load_for_inference(self, folder: Path | str, checkpoint: str, device: torch.device | str) -> Any:
-        """Return the model of `load_weights` in evaluation mode on a device; raises the same errors."""
-        return self.load_weights(folder, checkpoint).to(device).eval()
+    def load(
+        self, folder: Path | str, checkpoint: str = "best", device: torch.device | str = "cpu"
+    ) -> tuple[Any, tuple[Tokenizer, ...], Any]:
+        """Return a run's model in evaluation mode on a device, its tokenizers, and the settings of its data.
+
+        Arguments and errors as in `load_weights` and `load_tokenizers`.
+        """
+        model = self.load_weights(folder, checkpoint).to(device).eval()
+        return model, self.load_tokenizers(folder), self.data(**self.read_config(folder)["data"])
+
+
+def complete_run(trainer: Trainer, *tokenizers: Tokenizer, **data: Any) -> None:
+    """Write tokenizers and config.toml into a `Trainer`'s folder, which every command then opens.
+
+    Call it before or after `fit`, in all processes. The folder does not name the text: only Python can continue the
+    run, and `fastformer evaluate` needs the files.
+
+    Args:
+        trainer: the trainer of a `TranslationModel`, `LanguageModel` or `SequenceClassifier`.
+        tokenizers: of source and target, the same twice for a joint vocabulary; or the one of another model.
+        data: settings of the text that the model needs: `max_length` for translation; `context`, and `stream` if it is
+            not "documents", for a language model; `labels`, in the order of the classes, and `max_length` for a
+            classifier.
+
+    Raises:
+        TypeError: the trainer's model belongs to no application.
+        ValueError: the model does not fit the tokenizers, or a setting is missing, unknown or out of range.
+    """
+    application = application_for(trainer.model, tokenizers)
+    Processes.current().on_main(lambda: application.complete(trainer, tokenizers, data))
 
 
 def _derived(settings: type[Settings]) -> dict[str, str]:

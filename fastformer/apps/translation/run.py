@@ -17,7 +17,7 @@ from fastformer.apps.runs.run import Run
 from fastformer.apps.settings import Given
 from fastformer.apps.text import Batches, EncodedPairs, ParallelCorpus, Tokenizer, encode_pairs
 from fastformer.apps.text.scores import Scores, check_bleu_tokenizer, score_translations, warn_without_spaces
-from fastformer.apps.train import Processes, TrainConfig, Trainer, Validation
+from fastformer.apps.train import TrainConfig, Validation
 from fastformer.apps.translation.data import DataConfig, Split, build_tokenizers, read_corpora
 from fastformer.apps.translation.model import TranslationConfig, TranslationModel, describe, translation_loss
 from fastformer.apps.translation.pretrained import ARCHITECTURES, read_pretrained
@@ -169,32 +169,8 @@ def load_translator(folder: Path | str, checkpoint: str = "best", device: torch.
         ValueError: the run is of another kind, or the model exceeds this machine's memory.
         fastformer.apps.train.CheckpointError: there is no such checkpoint, or it is damaged.
     """
-    model = APPLICATION.load_for_inference(folder, checkpoint, device)
-    source, target = APPLICATION.load_tokenizers(folder)
-    length = APPLICATION.read_config(folder)["data"].get("max_length", DataConfig.max_length)
-    return Translator(model, source, target, length)
-
-
-def complete_run(
-    trainer: Trainer, source_tokenizer: Tokenizer, target_tokenizer: Tokenizer, max_length: int = 256
-) -> None:
-    """Write tokenizers and config.toml into a `Trainer`'s folder, which `load_translator` and every command then open.
-
-    Call it before or after `fit`, in all processes. The folder does not name the text: only Python can continue the
-    run, and `fastformer evaluate` needs `--source` and `--target`.
-
-    Args:
-        trainer: the trainer of a `TranslationModel`.
-        source_tokenizer, target_tokenizer: the same tokenizer twice for a joint vocabulary.
-        max_length: longest sentence in tokens with eos; `translate` cuts longer ones.
-
-    Raises:
-        TypeError: the trainer's model is not a `TranslationModel`.
-        ValueError: the model does not fit the tokenizers, or max_length exceeds the model's positions.
-    """
-    config, tokenizers = getattr(trainer.model, "config", None), (source_tokenizer, target_tokenizer)
-    data = {"max_length": max_length}
-    Processes.current().on_main(lambda: APPLICATION.complete(trainer.folder, config, tokenizers, data, trainer.config))
+    model, (source, target), data = APPLICATION.load(folder, checkpoint, device)
+    return Translator(model, source, target, data.max_length)
 
 
 def evaluate(

@@ -262,7 +262,7 @@ def test_a_run_by_hand(tmp_path: Path) -> None:
     train = ClassificationTrainConfig(steps=3, threads=1)
     trainer = Trainer(classifier.model, sequence_classification_loss, batches, train, tmp_path / "mine", show=False)
     trainer.fit()
-    complete_run(trainer, tokenizer, list(WORDS), 20)
+    complete_run(trainer, tokenizer, labels=list(WORDS), max_length=20)
     classifier.model.eval()
     loaded = load_classifier(tmp_path / "mine", "last")
     assert torch.equal(loaded.probabilities(texts), classifier.probabilities(texts))

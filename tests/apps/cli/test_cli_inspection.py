@@ -10,7 +10,7 @@ pytest.importorskip("matplotlib", reason="plots need matplotlib")
 
 from matplotlib.figure import Figure
 
-from fastformer.apps.language.run import load_language_model
+from fastformer.apps.language.run import load_generator
 from fastformer.apps.models.embeddings import sinusoidal_positions
 from fastformer.apps.translation.attention_maps import attend
 from fastformer.apps.translation.run import load_translator
@@ -90,7 +90,7 @@ def test_plot_positions_of_a_run_draws_what_it_uses(
 
     monkeypatch.setattr("fastformer.apps.plots.plot_positions", plot_positions)
     words = load_translator(runs / "words").model
-    language, _, _ = load_language_model(runs / "lm")
+    language = load_generator(runs / "lm").model
     sinusoidal = sinusoidal_positions(100, 16)
     assert words.source_embedding.positions is not None
     assert words.target_embedding.positions is not None

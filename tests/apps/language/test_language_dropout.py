@@ -15,7 +15,7 @@ pytest.importorskip("safetensors", reason="checkpoints need the extra `apps`")
 pytest.importorskip("tomli_w", reason="run folders need the extra `apps`")
 
 from fastformer.apps.language.model import LanguageModel
-from fastformer.apps.language.run import LanguageDataConfig, LanguageRun, load_language_model
+from fastformer.apps.language.run import LanguageDataConfig, LanguageRun, load_generator
 from fastformer.apps.text import write_lines
 from fastformer.apps.train import TrainConfig
 
@@ -106,8 +106,8 @@ def test_an_older_run_loads_and_resumes(tmp_path: Path, data: LanguageDataConfig
     LanguageRun.create(tmp_path / "old", data, MODEL, replace(TRAIN, steps=3)).fit(show=False)
     forget(tmp_path / "old")
     assert "embedding_dropout" not in (tmp_path / "old" / "config.toml").read_text()
-    before, _, _ = load_language_model(tmp_path / "old")
+    before = load_generator(tmp_path / "old").model
     assert before.config == LanguageRun.open(tmp_path / "whole").model_config
     LanguageRun.open(tmp_path / "old", {"steps": 6}).fit(resume=True, show=False)
-    one, two = (load_language_model(tmp_path / name, "last")[0].state_dict() for name in ("whole", "old"))
+    one, two = (load_generator(tmp_path / name, "last").model.state_dict() for name in ("whole", "old"))
     assert all(torch.equal(one[name], two[name]) for name in one)

@@ -22,7 +22,6 @@ from fastformer.apps.language.run import (
     LanguageRun,
     evaluate_text,
     load_generator,
-    load_language_model,
     perplexity,
     read_text_corpora,
 )
@@ -69,7 +68,8 @@ def test_train_evaluate_generate(tmp_path: Path, data: LanguageDataConfig) -> No
     assert result.metrics["perplexity"] == pytest.approx(math.exp(result.metrics["loss"]))
     assert read_kind(tmp_path / "run") == "language"
     corpus, found = evaluate_text(tmp_path / "run")
-    model, tokenizer, _ = load_language_model(tmp_path / "run")
+    generator = load_generator(tmp_path / "run")
+    model, tokenizer = generator.model, generator.tokenizer
     assert isinstance(tokenizer, WordTokenizer)
     assert found.per_token == pytest.approx(naive_perplexity(model, tokenizer, corpus.lines, 6), rel=1e-5)
     assert found.tokens == found.words == corpus.words == sum(len(line.split()) + 1 for line in corpus.lines)
@@ -100,7 +100,7 @@ def test_it_learns_what_only_attention_knows(tmp_path: Path) -> None:
 def test_tied_is_honoured_through_the_checkpoint(tmp_path: Path, data: LanguageDataConfig, embeddings: str) -> None:
     run = LanguageRun.create(tmp_path / "run", data, {**MODEL, "embeddings": embeddings}, TRAIN)
     run.fit(show=False)
-    model, _, _ = load_language_model(tmp_path / "run")
+    model = load_generator(tmp_path / "run").model
     assert (model.output.weight is model.embedding.tokens.weight) == (embeddings == "tied")
     assert torch.equal(model.output.weight, model.embedding.tokens.weight) == (embeddings == "tied")
 
@@ -147,7 +147,7 @@ def test_a_resumed_run_equals_the_uninterrupted_one(tmp_path: Path, data: Langua
     LanguageRun.create(tmp_path / "a", data, MODEL, replace(TRAIN, steps=20)).fit(show=False)
     LanguageRun.create(tmp_path / "b", data, MODEL, replace(TRAIN, steps=9)).fit(show=False)
     LanguageRun.open(tmp_path / "b", {"steps": 20}).fit(resume=True, show=False)
-    one, two = (load_language_model(tmp_path / name, "last")[0].state_dict() for name in "ab")
+    one, two = (load_generator(tmp_path / name, "last").model.state_dict() for name in "ab")
     assert all(torch.equal(one[name], two[name]) for name in one)
 
 

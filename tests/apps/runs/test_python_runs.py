@@ -6,8 +6,8 @@ import pytest
 
 pytest.importorskip("typer", reason="the command line needs the extra `apps`")
 
-from fastformer.apps.language import run as language_modelling
 from fastformer.apps.language.model import LanguageConfig, LanguageModel, language_model_loss
+from fastformer.apps.runs.application import complete_run
 from fastformer.apps.text import (
     Batches,
     LanguageBatches,
@@ -58,10 +58,10 @@ def test_a_translation_run_by_hand(tmp_path: Path, before: bool) -> None:
     trainer = translation_trainer(tmp_path / "mine")
     source, target = tokenizers()
     if before:
-        translation.complete_run(trainer, source, target, max_length=20)
+        complete_run(trainer, source, target, max_length=20)
     trainer.fit()
     if not before:
-        translation.complete_run(trainer, source, target, max_length=20)
+        complete_run(trainer, source, target, max_length=20)
     sentences = [s for s, _ in PAIRS]
     options = SearchOptions(min_length=2)  # after a few steps some models end at once
     wanted = Translator(trainer.model.eval(), source, target, 20).translate(sentences, options)  # type: ignore[arg-type]
@@ -95,19 +95,20 @@ def test_what_does_not_belong_together_is_refused(tmp_path: Path) -> None:
     source, target = tokenizers()
     trainer = translation_trainer(tmp_path / "mine")
     language, tokenizer = language_trainer(tmp_path / "lm", positions="learned", max_positions=8)
-    with pytest.raises(TypeError, match="must have a TranslationConfig, not a LanguageConfig"):
-        translation.complete_run(language, source, target)
-    with pytest.raises(TypeError, match="must have a LanguageConfig, not a TranslationConfig"):
-        language_modelling.complete_run(trainer, tokenizer, 8)
-    with pytest.raises(ValueError, match=r"the model has pad_id=0, not the 1 of the tokenizer"):
-        translation.complete_run(trainer, source, WordTokenizer.from_lines([t for _, t in PAIRS]))
+    other = WordTokenizer.from_lines([t for _, t in PAIRS])
     larger = WordTokenizer.from_lines([*(s for s, _ in PAIRS), "four"], special_ids=IDS)
-    with pytest.raises(ValueError, match=rf"source_vocabulary={source.size}, not the {larger.size} of the tokenizer"):
-        translation.complete_run(trainer, larger, target)
-    with pytest.raises(ValueError, match=r"context \(9\) is beyond max_positions \(8\)"):
-        language_modelling.complete_run(language, tokenizer, 9)
-    with pytest.raises(ValueError, match="stream must be one of documents, columns, not 'rows'"):
-        language_modelling.complete_run(language, tokenizer, 8, "rows")
+    cases: tuple[tuple[Trainer, tuple[Tokenizer, ...], dict[str, object], str], ...] = (
+        (language, (source, target), {"context": 8}, "tokenizers must be 1 for a LanguageModel, not 2"),
+        (trainer, (source, other), {"max_length": 20}, "the model has pad_id=0, not the 1 of the tokenizer"),
+        (trainer, (larger, target), {"max_length": 20}, f"vocabulary={source.size}, not the {larger.size} of the tok"),
+        (trainer, (source, target), {}, "max_length must be given"),
+        (trainer, (source, target), {"max_length": 20, "lowercase": True}, "lowercase: not needed to use a model"),
+        (language, (tokenizer,), {"context": 9}, r"context \(9\) is beyond max_positions \(8\)"),
+        (language, (tokenizer,), {"context": 8, "stream": "rows"}, "stream must be one of documents, columns, not 'r"),
+    )
+    for each, tokenizers_of_run, data, message in cases:
+        with pytest.raises(ValueError, match=message):
+            complete_run(each, *tokenizers_of_run, **data)
     assert not (tmp_path / "mine" / "config.toml").exists()
 
 
@@ -115,7 +116,7 @@ def test_a_checkpoint_knows_the_configuration_of_its_model(tmp_path: Path) -> No
     """Without `architecture=`; a mistake in config.toml would load silently otherwise."""
     trainer = translation_trainer(tmp_path)
     trainer.fit()
-    translation.complete_run(trainer, *tokenizers())
+    complete_run(trainer, *tokenizers(), max_length=20)
     settings = tmp_path / "config.toml"
     settings.write_text(settings.read_text().replace("norm_first = true", "norm_first = false"))
     with pytest.raises(CheckpointError, match="norm_first"):

@@ -4,6 +4,7 @@ import os
 import re
 import subprocess
 import sys
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -51,6 +52,15 @@ def commands(script: str, folder: Path) -> list[list[str]]:
     done = subprocess.run(["bash", "-euc", script], cwd=folder, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     return [call.split("\0")[:-1] for call in record.read_text(encoding="utf-8").split("\n\0")[:-1]]
+
+
+def sentences(markdown: str) -> Iterator[str]:
+    """The sentences of paragraphs and lists, without headings, tables and blocks; code is X."""
+    text = re.sub(r"<!--.*?-->", "", _FENCE.sub("", markdown), flags=re.S)
+    for paragraph in re.split(r"\n\s*\n|\n(?=\s*(?:[-*]|\d+\.) )", text):
+        if not paragraph.lstrip().startswith(("|", "#", "%", "![")):
+            words = re.sub(r"\[([^]]*)\]\([^)]*\)", lambda link: link[1] or "X", re.sub(r"`[^`]*`", "X", paragraph))
+            yield from filter(None, re.split(r"(?<=[.!?:;])\s+", " ".join(words.split())))
 
 
 def prose(markdown: str) -> str:

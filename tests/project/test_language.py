@@ -1,4 +1,4 @@
-"""The package's names and docstrings, as far as a program can tell: `CONTRIBUTING.md` has the rules."""
+"""Names, docstrings and pages, as far as a program can tell: `CONTRIBUTING.md` has the rules."""
 
 import ast
 import re
@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).resolve().parents[2]
+from tests.project.documents import DOCUMENTS, ROOT, sentences
+
 FILES = sorted((ROOT / "fastformer").rglob("*.py"))
 # Words in place of a noun: a variable says what it holds.
 VAGUE_NAMES = {"found", "kept", "given", "wanted", "its", "theirs", "ours", "made", "said", "told", "asked"}
@@ -15,6 +16,10 @@ NOT_VERBS = {
     "several", "that", "the", "these", "those", "what", "when", "where", "whether", "which", "who", "why", "with",
 }  # fmt: skip
 METAPHORS = re.compile(r"\b(rooms?|floors?|doors?|strangers?|houses?|neighbours?)\b", re.I)
+LONGEST_SENTENCE = 30  # words; code between backticks is one
+# A list, a term of the benchmarks that is also a metaphor, and arithmetic.
+NO_PROSE = {"hugging-face-models.md", "glossary.md", "predictions.md", "promises.md"}
+PAGES = [path for path in DOCUMENTS if path.name not in NO_PROSE]
 
 
 def properties(tree: ast.AST) -> set[ast.AST]:
@@ -53,3 +58,14 @@ def test_faults_are_seen() -> None:
         "1: the docstring of f begins with 'What', not with a verb", "1: found in f", "'room' in a docstring",
     ]  # fmt: skip
     assert faults('@property\ndef f():\n    """The size."""\n') == []
+
+
+@pytest.mark.parametrize("path", PAGES, ids=lambda path: str(path.relative_to(ROOT)))
+def test_sentences_of_pages_are_short_and_literal(path: Path) -> None:
+    text = path.read_text(encoding="utf-8")
+    assert [each for each in sentences(text) if len(each.split()) > LONGEST_SENTENCE or METAPHORS.search(each)] == []
+
+
+def test_sentences_of_a_page() -> None:
+    page = "# A title\n\nOne `x y z`: two [three](four.md).\nFive!\n\n- six\n- seven\n\n| a | b |\n\n```text\nno\n```\n"
+    assert list(sentences(page)) == ["One X:", "two three.", "Five!", "- six", "- seven"]

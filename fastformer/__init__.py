@@ -17,6 +17,7 @@ _MODULE_OF = {
     "explain": "functional",
     "revert": "nn.conversion",
     "token_wise": "nn.modules",
+    "warm_up": "functional.warm_up",
     "FeedForward": "nn.modules",
     "LayerNorm": "nn.modules",
     "LinearCrossEntropy": "nn.modules",
@@ -54,11 +55,13 @@ __all__ = [
     "revert",
     "set_backend",
     "token_wise",
+    "warm_up",
 ]
 
 if TYPE_CHECKING:
     from fastformer import apps, functional, integrations, nn, packing
     from fastformer.functional import explain
+    from fastformer.functional.warm_up import warm_up
     from fastformer.nn.conversion import convert, revert
     from fastformer.nn.layers import TransformerDecoderLayer, TransformerEncoderLayer
     from fastformer.nn.modules import FeedForward, LayerNorm, LinearCrossEntropy, RMSNorm, token_wise

@@ -2,6 +2,7 @@
 
 import importlib.util
 import os
+import shutil
 import sys
 from collections.abc import Callable
 from functools import cache
@@ -9,13 +10,14 @@ from importlib import metadata
 
 import torch
 from torch import Tensor, nn
+from torch.nn.attention import current_flash_attention_impl
 
 from fastformer.backend import CHOICES, BackendError, get_backend, process, thread
 from fastformer.functional.attention.fused import decodes
 from fastformer.functional.attention.fused import limit as attention_limit
 from fastformer.functional.attention.reference import only_causal
 from fastformer.functional.attention.rules import AttentionRules
-from fastformer.functional.preferences import Use, why_sdpa
+from fastformer.functional.preferences import SIXTEEN_BITS, Use, why_sdpa
 from fastformer.host.devices import product_dtype
 from fastformer.modes import batched, forward_ad, function_modes, functorch_level
 from fastformer_kernels.host.architecture import architecture_of
@@ -64,6 +66,14 @@ def _fault_of_interpreter() -> str | None:
     return "needs NumPy below 2.4 in the interpreter of Triton 3.6 (or Triton 3.7)"
 
 
+def _fault_of_launchers() -> str | None:
+    """Return why Triton cannot launch kernels here, or None: it builds its launchers with a C compiler."""
+    if sys.platform != "linux" or os.environ.get("CC") or shutil.which("gcc") or shutil.which("clang"):
+        return None
+    return "needs a C compiler, with which Triton builds launchers: install gcc or clang, or set CC to one"
+
+
+FAULT_OF_LAUNCHERS = _fault_of_launchers()
 _FAULT_OF_INTERPRETER = _fault_of_interpreter() if _TRITON and _INTERPRETED else None
 
 
@@ -89,6 +99,8 @@ def unsupported(op: str, x: Tensor) -> str | None:
         return f"{op} needs sm_80 or newer, gfx90a, gfx942, gfx950, gfx11 or gfx12, not {target}"
     elif target.startswith("gfx") and (thread.backend or process.backend) != "triton":
         return f"{op} was never run on an AMD GPU, such as this {target}; backend 'triton' tries the kernels"
+    elif FAULT_OF_LAUNCHERS is not None:
+        return f"{op} {FAULT_OF_LAUNCHERS}"
     if functorch_level() is not None and batched():
         return f"{op} has no rule for torch.func.vmap"
     if forward_ad._current_level >= 0:
@@ -100,7 +112,8 @@ def why_sdpa_takes(q: Tensor, k: Tensor, v: Tensor, rules: AttentionRules, keys:
     """Return why "auto" passes an attention call that the kernels support to SDPA, or None if the kernels run it.
 
     SDPA gets plain calls only (`preferences`), with dropout as torch draws it, and none under
-    `torch.use_deterministic_algorithms(True)`.
+    `torch.use_deterministic_algorithms(True)`. A flash implementation that the user activated in torch gets all plain
+    calls of 16 bits, because no row of the table compares with it.
 
     Args:
         q, k, v: dense `[B, H, L, K]`, or packed `[L, H, K]` where all sequences have the same length.
@@ -115,6 +128,8 @@ def why_sdpa_takes(q: Tensor, k: Tensor, v: Tensor, rules: AttentionRules, keys:
     # SDPA has no fused backend for grouped heads in fp32, and none that drops all weights.
     if keys == 0 or rules.dropout_p == 1.0 or (dtype == torch.float32 and q.shape[1] != k.shape[1]):
         return None
+    if dtype in SIXTEEN_BITS and (implementation := current_flash_attention_impl()) is not None:
+        return f"the flash implementation {implementation} is activated in torch"
     training = torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
     use: Use = "training" if training else "decoding" if decodes(q, k, v) else "inference"
     head_size = max(q.shape[-1], v.shape[-1])

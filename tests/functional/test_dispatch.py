@@ -10,6 +10,7 @@ import fastformer
 from fastformer import functional
 from fastformer.backend import BackendError
 from fastformer.functional import choice, preferences
+from fastformer.functional import warm_up as warm_up_module
 from fastformer.functional.attention import op
 from fastformer.functional.preferences import Preference
 from fastformer.packing import Layout
@@ -38,6 +39,7 @@ def run(monkeypatch):
     monkeypatch.setattr(op.fused, "packed_attention", lambda *arguments: fused(*arguments)[0])
     monkeypatch.setattr(op.packed_reference, "packed_attention", lambda q, *_: q)
     monkeypatch.setattr(F, "scaled_dot_product_attention", sdpa)
+    monkeypatch.setattr(choice, "FAULT_OF_LAUNCHERS", None)
 
     def run(target, call, backend="auto"):
         taken.clear()
@@ -102,6 +104,32 @@ def test_amd_gpus_run_kernels_if_asked(target, run):
     assert run(target, attend, backend="triton") == "triton"
     with pytest.raises(BackendError, match="not gfx1030"):
         run("gfx1030", attend, backend="triton")
+
+
+def test_without_a_c_compiler_no_kernel_is_chosen_and_none_is_compiled(run, monkeypatch):
+    """Triton builds the code that launches kernels with it."""
+    monkeypatch.setenv("PATH", "")
+    monkeypatch.delenv("CC", raising=False)
+    fault = choice._fault_of_launchers()
+    monkeypatch.setattr(choice, "FAULT_OF_LAUNCHERS", fault)
+    monkeypatch.setattr(warm_up_module, "FAULT_OF_LAUNCHERS", fault)
+    assert run("sm_90", lambda: attend(rules=lambda: {"softcap": 9.0})) == "reference"
+    with pytest.raises(BackendError, match="needs a C compiler"):
+        run("sm_90", attend, backend="triton")
+    with pytest.raises(BackendError, match="needs a C compiler"):
+        run("sm_90", lambda: fastformer.warm_up(torch.nn.LayerNorm(2)))
+    with FakeTensorMode():  # `fastformer info` prints the same lines
+        assert "layer_norm: reference (layer_norm needs a C compiler" in fastformer.explain(torch.empty(2, device="cuda"))
+    monkeypatch.setenv("CC", "/opt/cc")
+    assert choice._fault_of_launchers() is None
+
+
+@pytest.mark.parametrize("name", ["decoding", "plain"])
+def test_an_activated_flash_implementation_takes_plain_calls(name, run, monkeypatch):
+    monkeypatch.setattr(torch.nn.attention._registry, "_FLASH_ATTENTION_ACTIVE", ("FA4", None))
+    assert run("sm_90", lambda: attend(**CALLS[name][0])) == "sdpa"
+    assert run("sm_90", lambda: attend(**CALLS["softcap"][0])) == "triton"
+    assert run("sm_90", lambda: attend(**CALLS["grouped, fp32"][0])) == "triton"  # flash takes 16 bits
 
 
 def test_the_backend_and_determinism_decide_first(run):

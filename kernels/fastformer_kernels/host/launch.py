@@ -44,6 +44,7 @@ class Watch:
 class _Watching(threading.local):
     def __init__(self) -> None:
         self.watch: Watch | None = None
+        self.only_compiles = False
 
 
 _watching = _Watching()
@@ -169,11 +170,11 @@ def launch(kernel: Any, grid: tuple[int, ...], *args: Any, **options: Any) -> An
     microseconds: `_attention` (59 arguments) 28 -> 23, `_attention_queries` (68) 44 -> 26, layer norm (14) 10 -> 8.
     """
     options["enable_fp_fusion"] = _ENABLE_FP_FUSION
-    watch = _watching.watch
-    if not _BINDS or not isinstance(kernel, triton.JITFunction):  # the interpreter has another class
+    watch, only_compiles = _watching.watch, _watching.only_compiles
+    if not _BINDS or only_compiles or not isinstance(kernel, triton.JITFunction):  # the interpreter has another class
         if watch is not None:
             watch.launches.append(Launch(None, (*grid, 1, 1)[:3], []))
-        return kernel[grid](*args, **options)
+        return kernel.run(*args, grid=grid, warmup=only_compiles, **options)
     device = driver.active.get_current_device()
     bound, specialization, bound_options = kernel.device_caches[device][-1](*args, **options)
     key = (kernel.fn, device, *specialization, *bound_options.items())
@@ -216,6 +217,16 @@ def watched() -> Iterator[Watch]:
         _watching.watch = before
 
 
+@contextmanager
+def only_compiled() -> Iterator[None]:
+    """Compile kernels of this thread inside the `with` block and do not start them; their results are zeros."""
+    _watching.only_compiles = True
+    try:
+        yield
+    finally:
+        _watching.only_compiles = False
+
+
 def noted(x: Tensor) -> Tensor:
     """Record x, a new tensor without contents, which a plan allocates again; return x.
 
@@ -223,7 +234,7 @@ def noted(x: Tensor) -> Tensor:
     """
     if _watching.watch is not None:
         _watching.watch.allocated.append(x)
-    return x
+    return x.zero_() if _watching.only_compiles else x
 
 
 def as_bytes(x: Tensor) -> Tensor:

@@ -20,7 +20,7 @@ import triton.language as tl
 from torch import Tensor
 
 from fastformer_kernels.constants import LOG2E, LOWEST
-from fastformer_kernels.host.launch import cdiv, guard, kernel, launch, power_of_two
+from fastformer_kernels.host.launch import cdiv, guard, kernel, launch, noted, power_of_two
 
 CHUNK_ROWS = 4096  # enough for full matrix products
 CHUNK_BYTES = 256 << 20
@@ -225,7 +225,7 @@ def forward(
     """
     M, V = x.shape[0], weight.shape[0]
     empty = x.new_empty if M else x.new_zeros
-    loss = empty((M,), dtype=torch.float32)
+    loss = noted(empty((M,), dtype=torch.float32))
     dx = empty(x.shape if wanted[0] else (0,))
     dweight = empty(weight.shape if wanted[1] else (0,), dtype=torch.float32)
     dbias = empty((V,) if wanted[2] else (0,), dtype=torch.float32)

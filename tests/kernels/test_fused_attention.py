@@ -53,6 +53,7 @@ def test_head_sizes(head_size):
 @pytest.mark.parametrize(
     ("T", "S", "head_size", "rules"),
     [
+        (515, 530, 32, {"causal": True}),
         (530, 530, 64, {"causal": True}),
         (520, 300, 64, {"key_lengths": torch.tensor([270])}),
         (520, 520, 128, {"causal": True, "alignment": "bottom_right"}),

@@ -16,8 +16,8 @@ from fastformer_kernels.attention.arguments import Arguments
 
 B, H = 4, 8
 # Sizes of the tiles change at these lengths.
-FORWARD = {16: (1024,), 32: (1024,), 64: (100, 400, 1024), 128: (400, 1024), 256: (1024,)}
-BACKWARD = {16: (1024,), 32: (1024,), 64: (400, 1024), 128: (1024,), 256: (1024,)}
+FORWARD = {16: (400, 1024), 32: (400, 1024), 64: (100, 400, 1024), 128: (400, 1024), 256: (1024,)}
+BACKWARD = {16: (1024,), 32: (1024,), 64: (400, 1024), 128: (400, 1024), 256: (1024,)}
 VALUES = ((64, 128), (192, 128))  # K and V; the latter those of multi-head latent attention
 SINGLE = {64: (1024,), 128: (1024,), 256: (1024,)}  # fp32
 # Tiles of tf32 are those of 16 bits and twice the head size; beyond 128 there is none.

@@ -2,8 +2,8 @@
 
 The online softmax of FlashAttention (Dao et al. 2022, algorithm 1): a running maximum and sum for each row. Tiles that
 no query of the program sees, by lengths, window or causality, are never loaded; those that all see whole go through a
-loop without masks. Where products take longest, the scores of the next tile are computed before the softmax of this
-one: the matrix units work during the exponentials. Saved for backward: the log-sum-exp of each row, in units of log2,
+loop without masks. In tf32 and on sm_100, the scores of the next tile are computed before the softmax of this one: the
+matrix units work during the exponentials. Saved for backward: the log-sum-exp of each row, in units of log2,
 +inf for a row that sees nothing (its weights are then exp2(-inf) = 0, never NaN).
 
 Dense tensors `[B, H, T, K]` and packed ones `[T, H, K]` run the same kernel: a sequence is a base row and bounds.
@@ -172,17 +172,13 @@ def _attention(
         tl.store(lse_ptr + rows, highest + logarithm, mask=rows < end_row)
 
 
-def _ahead(wide: Tensor, tile: dict[str, int]) -> bool:
+def _ahead(wide: Tensor) -> bool:
     """Choose whether the scores of the next tile are computed before the softmax of this one.
 
-    Only where the products take longest, in tf32, and on sm_100: elsewhere other warps multiply meanwhile, and carrying
-    scores costs instructions and registers.
+    Only in tf32, and on sm_100: elsewhere other warps multiply meanwhile, and carrying scores costs instructions and
+    registers.
     """
-    if is_exact(wide):
-        return False
-    architecture, halves = device_of(wide).architecture, wide.element_size() == 2
-    slow_products = head_width(wide) == 128 and tile["BLOCK_T"] == 128
-    return architecture == "sm_100" or not halves or (architecture == "sm_90" and slow_products)
+    return not is_exact(wide) and (wide.element_size() > 2 or device_of(wide).architecture == "sm_100")
 
 
 def forward(q: Tensor, k: Tensor, v: Tensor, *arguments: Any) -> tuple[Tensor, Tensor]:
@@ -227,7 +223,7 @@ def forward(q: Tensor, k: Tensor, v: Tensor, *arguments: Any) -> tuple[Tensor, T
     scalars = problem.scalars()
     constants = {**problem.switches(q, k, v), "HAS_SINKS": problem.sinks is not None, "ALIGN": align}
     # With a positive scale the highest raw score is the highest scaled score, so the exponent can include the scaling.
-    constants["AHEAD"] = _ahead(wide, tile)
+    constants["AHEAD"] = _ahead(wide)
     constants["RAW"] = problem.scale > 0.0 and problem.softcap == 0.0 and not problem.added
     with guard(q):
         launch(_attention, grid, *tensors, *strides, *mask_strides, *sizes, *scalars, **constants, **tile)

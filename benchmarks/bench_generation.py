@@ -8,7 +8,7 @@ at every position, of which the last are used. Both sides have the same paramete
 Two comparisons:
 
 - "whole text": nothing is forgotten. Ours has a context of 1,001 positions, so that its window never slides.
-- "context 35": both sides read a window that slides by the rule of `fastformer.apps.language.window`, with the 35
+- "context 35": both sides read a window that slides by the rule of `fastformer.apps.language.sampling`, with the 35
   positions that T2 is trained with; theirs reads all of the window again for every word.
 
 Ours writes all 1,000 words. Theirs is timed at words 10, 30, 50, … 990, and compared by the word: its time a word grows
@@ -32,8 +32,7 @@ from benchmarks.competitors.known import require
 from benchmarks.harness.race import Contender, Race
 from fastformer.apps.export import export_ctranslate2
 from fastformer.apps.language.model import CLASSICAL, LanguageConfig, LanguageModel
-from fastformer.apps.language.sampling import SamplingOptions, random_streams, sample
-from fastformer.apps.language.window import LanguageState
+from fastformer.apps.language.sampling import LanguageState, SamplingOptions, random_streams, sample
 from fastformer.apps.models.embeddings import sinusoidal_positions
 from fastformer.apps.pretrained import to_transformers
 from fastformer.apps.text import WordTokenizer

@@ -303,7 +303,7 @@ def test_no_word_of_a_help_text_decides_what_is_a_flag() -> None:
     pytest.importorskip("typer", reason="the command line needs the extra `apps`")
     import inspect
 
-    from fastformer.apps.cli.flags import with_settings
+    from fastformer.apps.cli.options import with_settings
 
     def command(own: dict[str, Any]) -> None: ...
 

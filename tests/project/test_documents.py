@@ -16,7 +16,7 @@ from tests.project.documents import DOCUMENTS, ROOT, Block, anchors, blocks, com
 pytest.importorskip("typer", reason="the command line needs the extra `apps`")
 
 from benchmarks.report.pages import BEGIN, END
-from fastformer.apps.language import data as language_data
+from fastformer.apps.language import run as language_run
 from fastformer.apps.text import datasets, docstring_corpora, number_corpus, write_lines
 from tests.apps.cli.test_cli import TRAIN as TRAIN_TRANSLATION
 from tests.apps.pretrained.marian_folder import write_marian_folder
@@ -126,7 +126,7 @@ def test_every_block_runs(path: Path, place: Path, tmp_path: Path, monkeypatch: 
     shutil.copytree(place, folder)
     published_files(folder / "FOLDER", monkeypatch)
     # Of so many characters, whatever is asked for.
-    monkeypatch.setattr(language_data, "docstring_corpora", lambda size: docstring_corpora(300_000))
+    monkeypatch.setattr(language_run, "docstring_corpora", lambda size: docstring_corpora(300_000))
     monkeypatch.chdir(folder)
     names: dict = {"__name__": "__main__"}
     for block in blocks(markdown):

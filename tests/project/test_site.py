@@ -22,7 +22,7 @@ from sphinx.util.inventory import InventoryFile
 
 import fastformer
 from fastformer.apps.cli.console import app
-from fastformer.apps.cli.help import walk
+from fastformer.apps.cli.options import walk
 from tests.support.python import ROOT
 
 pytestmark = pytest.mark.slow

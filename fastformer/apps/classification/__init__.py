@@ -1,8 +1,7 @@
 """Classifiers of sequences and of tokens; training runs that label texts, and functions that use them."""
 
-from fastformer.apps.classification.classifier import Classifier
+from fastformer.apps.classification.classifier import Classifier, LabelScore, Scores, score
 from fastformer.apps.classification.corpus import LabelledCorpus, encode_texts, number_texts, read_labelled
-from fastformer.apps.classification.evaluation import LabelScore, Scores, score
 from fastformer.apps.classification.model import (
     ClassifierConfig,
     EncoderConfig,

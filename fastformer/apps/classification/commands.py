@@ -22,8 +22,7 @@ from fastformer.apps.cli.console import (
     input_batches,
     put_lines,
 )
-from fastformer.apps.cli.flags import int_or_text
-from fastformer.apps.cli.help import USE
+from fastformer.apps.cli.options import USE, whole_number
 from fastformer.apps.cli.training import add_training
 from fastformer.apps.runs.folder import refuse_output
 
@@ -45,7 +44,7 @@ def classify(
     probabilities: Annotated[
         bool, typer.Option("--probabilities", help="every label and its probability, the most probable first")
     ] = False,
-    batch_size: Annotated[int, typer.Option(help="texts read at a time", parser=int_or_text)] = 64,
+    batch_size: Annotated[int, whole_number("texts read at a time")] = 64,
     checkpoint: Checkpoint = "best",
     device: Device = "auto",
 ) -> None:

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from fastformer.apps.classification.classifier import Classifier, class_logits
+from fastformer.apps.classification.classifier import Classifier, Scores, class_logits, score, score_logits
 from fastformer.apps.classification.corpus import (
     LabelledCorpus,
     Split,
@@ -22,7 +22,6 @@ from fastformer.apps.classification.corpus import (
     read_labelled,
     split_labelled,
 )
-from fastformer.apps.classification.evaluation import Scores, score, score_logits
 from fastformer.apps.classification.model import (
     ClassifierConfig,
     SequenceClassifier,

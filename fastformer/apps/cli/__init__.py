@@ -33,14 +33,7 @@ __all__ = ["app", "main"]
 
 _LONGEST = 2000  # characters of an error
 
-_APPLICATIONS = [f"{kind}.commands" for kind in KINDS]
-for _module in (
-    "cli.export",
-    "cli.project",
-    *_APPLICATIONS,
-    "cli.evaluation",
-    "cli.inspection",
-):  # as --help lists them
+for _module in (*(f"{kind}.commands" for kind in KINDS), "cli.commands", "cli.inspection"):  # as --help lists them
     import_module(f"fastformer.apps.{_module}")
 
 

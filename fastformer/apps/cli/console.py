@@ -14,7 +14,7 @@ from typing import IO, Annotated, Any, cast
 import typer
 from rich.console import Console
 
-from fastformer.apps.cli.help import App
+from fastformer.apps.cli.options import App
 from fastformer.apps.runs.folder import refuse_output
 from fastformer.apps.runs.kinds import MAIN
 from fastformer.apps.system.files import check_writable, is_stream

@@ -5,10 +5,9 @@ from typing import Annotated, Any
 
 import typer
 
+from fastformer.apps.cli.commands import application_function
 from fastformer.apps.cli.console import MAIN_RUN, Checkpoint, Device, RunFolder, app, choose_device, console
-from fastformer.apps.cli.dispatch import application_function
-from fastformer.apps.cli.flags import int_or_text
-from fastformer.apps.cli.help import INSPECT, App
+from fastformer.apps.cli.options import INSPECT, App, whole_number
 from fastformer.apps.models.embeddings import sinusoidal_positions
 from fastformer.apps.plots.figure import figure_format
 from fastformer.apps.runs.comparison import Comparison, RunSummary, compare_runs
@@ -74,13 +73,8 @@ def _number_or(name: str, text: str, words: tuple[str, ...]) -> int | str:
 @plot.command(rich_help_panel=INSPECT)
 def positions(
     run: Annotated[Path | None, typer.Option(help="run folder, of any kind; default: none")] = None,
-    d_model: Annotated[
-        int | None, typer.Option(help="without a run: width of the model; default: 128", parser=int_or_text)
-    ] = None,
-    length: Annotated[
-        int | None,
-        typer.Option(help="positions to draw; default: all that a run learned, or 100", parser=int_or_text),
-    ] = None,
+    d_model: Annotated[int | None, whole_number("without a run: width of the model; default: 128")] = None,
+    length: Annotated[int | None, whole_number("positions to draw; default: all that a run learned, or 100")] = None,
     output: Output = Path("positions.png"),
     checkpoint: Annotated[str | None, typer.Option(help="of a run: best (the default), last or average")] = None,
     side: Annotated[

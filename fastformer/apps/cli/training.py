@@ -1,4 +1,4 @@
-"""`fastformer train` and the commands below it: one for each application, with a flag for each setting."""
+"""`fastformer data`, `fastformer train` and the commands below it: one for each application, with a flag a setting."""
 
 import signal
 import sys
@@ -8,21 +8,31 @@ from typing import Annotated, Any
 
 import typer
 
-from fastformer.apps.cli.console import Device, app, choose_device
-from fastformer.apps.cli.dispatch import flag
-from fastformer.apps.cli.flags import with_settings
-from fastformer.apps.cli.help import TRAIN, App
+from fastformer.apps.cli.console import Device, app, choose_device, console
+from fastformer.apps.cli.options import TRAIN, App, flag, with_settings
 from fastformer.apps.runs.application import PRETRAINED
 from fastformer.apps.runs.folder import CONFIG, refuse_output
 from fastformer.apps.runs.kinds import MAIN
 from fastformer.apps.runs.run import Run
 from fastformer.apps.system.terminal import Terminal
+from fastformer.apps.text import DATASETS, prepare
 from fastformer.apps.train import Processes, Result, join_processes, read_metrics
 from fastformer.apps.train.processes import local_device
 
 _HOW = """Settings that are not given are chosen for the corpus, the budget and the speed of this machine, and printed.
 
 Ctrl-C, SIGTERM or SIGHUP saves, validates and ends; --resume carries on exactly there."""
+
+
+@app.command(rich_help_panel=TRAIN)
+def data(
+    name: Annotated[str, typer.Argument(help=" | ".join(DATASETS))],
+    source: Annotated[Path, typer.Option("--from", help="folder that holds the dataset's files")],
+    to: Annotated[Path | None, typer.Option(help="folder to make; default: data/NAME")] = None,
+) -> None:
+    """Check a dataset's files and prepare them. Nothing is fetched."""
+    console.print(str(prepare(name, source, to or Path("data") / name)))
+
 
 train_app = App(invoke_without_command=True)
 app.add_typer(train_app, name="train", rich_help_panel=TRAIN)

@@ -1,12 +1,18 @@
 """Language models: the model, sampling with a cache, the text generator, perplexity, and training runs."""
 
-from fastformer.apps.language.data import LanguageDataConfig, build_tokenizer, read_text_corpora
 from fastformer.apps.language.evaluation import Perplexity, perplexity
 from fastformer.apps.language.model import CLASSICAL, LanguageConfig, LanguageModel, language_model_loss
-from fastformer.apps.language.run import LanguageRun, LanguageTrainConfig, evaluate_text, load_generator
-from fastformer.apps.language.sampling import SamplingOptions, choose_ids, random_streams, sample
+from fastformer.apps.language.run import (
+    LanguageDataConfig,
+    LanguageRun,
+    LanguageTrainConfig,
+    build_tokenizer,
+    evaluate_text,
+    load_generator,
+    read_text_corpora,
+)
+from fastformer.apps.language.sampling import LanguageState, SamplingOptions, choose_ids, random_streams, sample
 from fastformer.apps.language.text_generator import TextGenerator, attend_text
-from fastformer.apps.language.window import LanguageState
 from fastformer.apps.runs.application import complete_run
 
 __all__ = [

@@ -15,8 +15,7 @@ from fastformer.apps.cli.console import (
     choose_device,
     console,
 )
-from fastformer.apps.cli.flags import int_or_text, make_settings, with_settings
-from fastformer.apps.cli.help import USE
+from fastformer.apps.cli.options import USE, make_settings, whole_number, with_settings
 from fastformer.apps.cli.training import add_training
 from fastformer.apps.language.run import APPLICATION, LanguageRun, evaluate_text, load_generator
 from fastformer.apps.language.sampling import SamplingOptions
@@ -41,7 +40,7 @@ def generate(
     run: Folder = RUN,
     prompt_file: Annotated[Path | None, typer.Option(help="file or pipe of prompts, one a line")] = None,
     output: Annotated[Path | None, typer.Option(help="file for the texts; default: standard output")] = None,
-    batch_size: Annotated[int, typer.Option(help="texts written at a time", parser=int_or_text)] = 32,
+    batch_size: Annotated[int, whole_number("texts written at a time")] = 32,
     checkpoint: Checkpoint = "best",
     device: Device = "auto",
     *,

@@ -5,8 +5,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from itertools import islice
 
 from fastformer.apps.language.model import LanguageModel
-from fastformer.apps.language.sampling import RandomStreams, SamplingOptions, random_streams, sample
-from fastformer.apps.language.window import check_context
+from fastformer.apps.language.sampling import RandomStreams, SamplingOptions, check_context, random_streams, sample
 from fastformer.apps.models.common import check_tokenizer
 from fastformer.apps.plots.attention_maps import AttentionMaps, attend_ids
 from fastformer.apps.text import Tokenizer, WordTokenizer, check_texts
@@ -29,7 +28,7 @@ class TextGenerator:
         model: runs in evaluation mode and without gradients; its previous mode is restored.
         tokenizer: the tokenizer that the model was trained with.
         context: the number of positions that the model was trained with, and the most tokens that it reads (see
-            `fastformer.apps.language.window`).
+            `fastformer.apps.language.sampling`).
         first_id: the id before every prompt; None: bos. Models that were trained on a stream without bos need eos,
             which precedes each line there.
 

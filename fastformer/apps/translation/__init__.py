@@ -1,13 +1,19 @@
 """Translation: the model, cached greedy and beam search, the translator, and training runs."""
 
 from fastformer.apps.runs.application import complete_run
-from fastformer.apps.translation.attention_maps import SentenceAttention, attend
-from fastformer.apps.translation.data import DataConfig, build_tokenizers, read_corpora
 from fastformer.apps.translation.model import TranslationConfig, TranslationModel, translation_loss
-from fastformer.apps.translation.run import TranslationRun, corpus_loss, evaluate, load_translator
+from fastformer.apps.translation.run import (
+    DataConfig,
+    TranslationRun,
+    build_tokenizers,
+    corpus_loss,
+    evaluate,
+    load_translator,
+    read_corpora,
+)
 from fastformer.apps.translation.search import Hypothesis, SearchOptions, beam_search, greedy_search
 from fastformer.apps.translation.state import DecoderState
-from fastformer.apps.translation.translator import Translation, Translator
+from fastformer.apps.translation.translator import SentenceAttention, Translation, Translator, attend
 
 __all__ = [
     "DataConfig",

@@ -20,17 +20,21 @@ from fastformer.apps.cli.console import (
     input_batches,
     put_lines,
 )
-from fastformer.apps.cli.flags import int_or_text, make_settings, with_settings
-from fastformer.apps.cli.help import START, USE
+from fastformer.apps.cli.options import START, USE, make_settings, whole_number, with_settings
 from fastformer.apps.cli.training import add_training
 from fastformer.apps.runs.folder import refuse_output
 from fastformer.apps.text import read_lines, read_parallel
 from fastformer.apps.text.scores import check_bleu_tokenizer
-from fastformer.apps.translation.attention_maps import attend
-from fastformer.apps.translation.data import DataConfig, read_corpora
-from fastformer.apps.translation.run import APPLICATION, TranslationRun, evaluate, load_translator
+from fastformer.apps.translation.run import (
+    APPLICATION,
+    DataConfig,
+    TranslationRun,
+    evaluate,
+    load_translator,
+    read_corpora,
+)
 from fastformer.apps.translation.search import SearchOptions
-from fastformer.apps.translation.translator import Translation
+from fastformer.apps.translation.translator import Translation, attend
 from fastformer.nn import pack_weights
 
 Folder = Annotated[
@@ -66,7 +70,7 @@ def translate(
     ] = None,
     output: Annotated[Path | None, typer.Option(help="file for the translations; default: standard output")] = None,
     scores: Annotated[bool, typer.Option("--scores", help="print the score before each translation")] = False,
-    batch_size: Annotated[int, typer.Option(help="sentences translated at a time", parser=int_or_text)] = 64,
+    batch_size: Annotated[int, whole_number("sentences translated at a time")] = 64,
     checkpoint: Checkpoint = "best",
     device: Device = "auto",
     *,
@@ -92,7 +96,7 @@ def score(
     target: Annotated[Path, typer.Option(help="file of their translations, line by line")],
     run: Folder = MAIN_RUN,
     output: Annotated[Path | None, typer.Option(help="file for the scores; default: standard output")] = None,
-    batch_size: Annotated[int, typer.Option(help="pairs scored at a time", parser=int_or_text)] = 64,
+    batch_size: Annotated[int, whole_number("pairs scored at a time")] = 64,
     checkpoint: Checkpoint = "best",
     device: Device = "auto",
 ) -> None:

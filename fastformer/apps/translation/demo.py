@@ -13,10 +13,9 @@ from fastformer.apps.system.files import remove, write_file
 from fastformer.apps.system.run_lock import LOCK, locked
 from fastformer.apps.text.scores import Scores
 from fastformer.apps.train import TrainConfig, read_metrics
-from fastformer.apps.translation.attention_maps import attend
-from fastformer.apps.translation.data import DataConfig, read_corpora
-from fastformer.apps.translation.run import TranslationRun, evaluate, load_translator
+from fastformer.apps.translation.run import DataConfig, TranslationRun, evaluate, load_translator, read_corpora
 from fastformer.apps.translation.search import SearchOptions
+from fastformer.apps.translation.translator import attend
 
 if TYPE_CHECKING:
     from rich.console import Console

@@ -1,29 +1,192 @@
-"""Training runs of translation models, and functions that load and evaluate them.
+"""Training runs of translation models: data and settings, training, and functions that load and evaluate runs.
 
 `fastformer.apps.runs.folder` describes the files of a run folder.
 """
 
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar, Literal
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from fastformer.apps.runs.application import Application
+from fastformer.apps.runs.application import PRETRAINED, Application
 from fastformer.apps.runs.automatic_settings import CHOSEN, Task
+from fastformer.apps.runs.folder import refuse_by_hand
 from fastformer.apps.runs.run import Run
-from fastformer.apps.settings import Given
-from fastformer.apps.text import Batches, EncodedPairs, ParallelCorpus, Tokenizer, encode_pairs
-from fastformer.apps.text.scores import Scores, check_bleu_tokenizer, score_translations, warn_without_spaces
+from fastformer.apps.settings import SET, File, FolderOrName, Given, Settings, setting
+from fastformer.apps.text import (
+    SPLITTINGS,
+    Batches,
+    EncodedPairs,
+    ParallelCorpus,
+    SpecialIds,
+    Tokenizer,
+    encode_pairs,
+    learn_tokenizer,
+    number_corpus,
+    open_dataset,
+    read_parallel,
+    split,
+)
+from fastformer.apps.text.scores import (
+    BLEU_TOKENIZERS,
+    Scores,
+    bleu_tokenizer,
+    check_bleu_tokenizer,
+    score_translations,
+    warn_without_spaces,
+)
+from fastformer.apps.text.vocabulary import split_symbols
 from fastformer.apps.train import TrainConfig, Validation
-from fastformer.apps.translation.data import DataConfig, Split, build_tokenizers, read_corpora
 from fastformer.apps.translation.model import TranslationConfig, TranslationModel, describe, translation_loss
 from fastformer.apps.translation.pretrained import ARCHITECTURES, read_pretrained
 from fastformer.apps.translation.search import SearchOptions
 from fastformer.apps.translation.translator import Translator
 from fastformer.host.devices import device_of
+
+_LEARNED = ("bpe", "unigram", "char", "word", "words")
+TOKENIZERS = (*_LEARNED, PRETRAINED)
+_IF_PIECES, _IF_LEARNED = {"tokenizer": _LEARNED[:-1]}, {"tokenizer": _LEARNED}
+_NUMBER_PAIRS = 10_000  # pairs of number words if train_size is unset
+_HELD_OUT = {"corpus": ("number words", "sentence files")}
+Split = Literal["train", "valid", "test"]
+
+
+class DataConfig(Settings):
+    """Settings of the text, the tokenizers and the batches."""
+
+    texts: ClassVar[str] = "sentence pairs"  # the content of batches, as conditions name it
+    dataset: FolderOrName | None = setting(
+        "numbers",
+        "numbers (generated number words, en to fr or de), or a folder made by `fastformer data`",
+        only={"train_source": None},
+    )
+    source: str = setting("en", "source language, as the dataset names it", only={"train_source": None})
+    target: str = setting("fr", "target language", only={"train_source": None})
+    train_source: File | None = setting(None, "file of source sentences (plain or compressed), instead of a dataset")
+    train_target: File | None = setting(None, "file of their translations, line by line", only={"train_source": SET})
+    valid_source: File | None = setting(
+        None, "the same for validation; unset: split from training", only={"train_source": SET}
+    )
+    valid_target: File | None = setting(None, "see valid_source", only={"train_source": SET, "valid_source": SET})
+    test_source: File | None = setting(
+        None, "the same for testing; unset: split from training", only={"train_source": SET}
+    )
+    test_target: File | None = setting(None, "see test_source", only={"train_source": SET, "test_source": SET})
+    valid_size: int = setting(
+        500, "pairs split off (or generated) for validation", at_least=1, only=_HELD_OUT | {"valid_source": None}
+    )
+    test_size: int = setting(
+        500, "pairs split off (or generated) for testing", at_least=1, only=_HELD_OUT | {"test_source": None}
+    )
+    train_size: int | None = setting(
+        None, f"pairs to train on, the first ones; unset: all, or {_NUMBER_PAIRS:,} of numbers", at_least=1
+    )
+    tokenizer: str = setting(
+        "bpe",
+        "sentencepiece's bpe, unigram, char or word; words: a plain word list; pretrained: those of --from",
+        choices=TOKENIZERS,
+    )
+    vocabulary: int = setting(
+        8000, "entries of each vocabulary, clamped to what the text allows", at_least=5, only=_IF_LEARNED
+    )
+    joint: bool = setting(True, "one vocabulary for both languages", only=_IF_LEARNED)
+    character_coverage: float = setting(
+        1.0, "share of characters sentencepiece must cover", at_least=0.98, at_most=1, only=_IF_PIECES
+    )
+    symbols: str | None = setting(
+        None, "tags such as <2de>,<2fr> that are one piece each, separated by commas", only={"tokenizer": _LEARNED[:3]}
+    )
+    splitting: str = setting("punctuation", "where words end", choices=SPLITTINGS, only={"tokenizer": "words"})
+    minimum_frequency: int = setting(2, "rarer words become <unk>", at_least=1, only={"tokenizer": "words"})
+    lowercase: bool = setting(False, "lower-case both sides", only=_IF_LEARNED)
+    unk_id: int = setting(0, "id of the unknown token", at_least=0, below="vocabulary", only=_IF_LEARNED)
+    pad_id: int = setting(1, "id of padding", at_least=0, below="vocabulary", only=_IF_LEARNED)
+    bos_id: int = setting(2, "id of the begin token", at_least=0, below="vocabulary", only=_IF_LEARNED)
+    eos_id: int = setting(3, "id of the end token", at_least=0, below="vocabulary", only=_IF_LEARNED)
+    max_length: int = setting(256, "longest sentence in tokens with eos", at_least=2)
+    too_long: str = setting("drop", "what happens to longer training pairs", choices=("drop", "truncate"))
+    bucket: bool = setting(False, "batches of similar lengths (only padded execution needs them)")
+    bleu_sentences: int = setting(500, "validation sentences translated greedily for BLEU; 0: none", at_least=0)
+    target_language: str | None = setting(
+        None, "language of the target files, such as zh, which chooses bleu_tokenizer", only={"train_source": SET}
+    )
+    bleu_tokenizer: str | None = setting(
+        None, "sacrebleu's tokenizer for BLEU; unset: by the target language", choices=BLEU_TOKENIZERS
+    )
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        for name in ("train", "valid", "test"):
+            if (getattr(self, f"{name}_source") is None) != (getattr(self, f"{name}_target") is None):
+                raise ValueError(f"{name}_source and {name}_target must be given together")
+        if self.train_source is None and (self.valid_source is not None or self.test_source is not None):
+            raise ValueError("valid_source and test_source need train_source")
+        if self.dataset is None and self.train_source is None:
+            raise ValueError("no data: give dataset, or train_source and train_target")
+        self.special_ids.distinct()
+        split_symbols(self.symbols)
+
+    @property
+    def corpus(self) -> str:
+        """Name the kind of data."""
+        if self.train_source is not None:
+            return "sentence files"
+        return "number words" if self.dataset == "numbers" else "a dataset folder"
+
+    @property
+    def tokenizer_for_bleu(self) -> str:
+        """Return the tokenizer of BLEU: the setting, or the one for the target language."""
+        language = self.target if self.train_source is None else self.target_language or ""
+        return self.bleu_tokenizer or bleu_tokenizer(language)
+
+    def files(self) -> list[Path]:
+        """Return the files that the text is read from."""
+        paths = [path for path in vars(self).values() if isinstance(path, Path)]
+        folder = Path(self.dataset or "") if self.corpus == "a dataset folder" else None
+        return paths + (sorted(folder.iterdir()) if folder is not None and folder.is_dir() else [])
+
+    @property
+    def special_ids(self) -> SpecialIds:
+        """Return the four special ids."""
+        return SpecialIds(self.unk_id, self.pad_id, self.bos_id, self.eos_id)
+
+
+def read_corpora(data: DataConfig) -> dict[Split, ParallelCorpus]:
+    """Read or generate training, validation and test pairs; train on the first `train_size` that are not split off."""
+    if data.train_source is not None and data.train_target is not None:
+        held_out: dict[Split, ParallelCorpus] = {}
+        if data.valid_source is not None and data.valid_target is not None:
+            held_out["valid"] = read_parallel(data.valid_source, data.valid_target, "valid")
+        if data.test_source is not None and data.test_target is not None:
+            held_out["test"] = read_parallel(data.test_source, data.test_target, "test")
+        valid_size = 0 if "valid" in held_out else data.valid_size
+        test_size = 0 if "test" in held_out else data.test_size
+        limit = None if data.train_size is None else data.train_size + valid_size + test_size
+        train = read_parallel(data.train_source, data.train_target, "train", limit)
+        train, valid, test = split(train, valid_size, test_size, seed=1)
+        return {"train": train, "valid": held_out.get("valid", valid), "test": held_out.get("test", test)}
+    if data.dataset == "numbers":
+        if data.source != "en":
+            raise ValueError(f"source must be 'en' for dataset 'numbers', not {data.source!r}")
+        corpora = number_corpus(data.target, data.train_size or _NUMBER_PAIRS, data.valid_size, data.test_size)
+    else:
+        assert data.dataset is not None
+        refuse_by_hand(data.dataset)
+        corpora = open_dataset(data.dataset, data.source, data.target, data.train_size)
+    return dict(zip(("train", "valid", "test"), corpora, strict=True))
+
+
+def build_tokenizers(data: DataConfig, train: ParallelCorpus) -> tuple[Tokenizer, Tokenizer]:
+    """Learn the tokenizers of both sides from the training pairs only."""
+    if data.joint:
+        joint = learn_tokenizer(train.source + train.target, data, data.special_ids)
+        return joint, joint
+    source, target = (learn_tokenizer(lines, data, data.special_ids) for lines in (train.source, train.target))
+    return source, target
+
 
 APPLICATION = Application(
     kind="translation",

@@ -1,18 +1,29 @@
-"""Translate text: tokenise, search in batches of similar length, and detokenise in the order of the input."""
+"""Translate text: tokenise, search in batches of similar length, and detokenise in the order of the input.
+
+Letters: L layers, H heads, T target positions, S source positions.
+"""
 
 import logging
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Literal, get_args
 
 import numpy as np
 import torch
 
 from fastformer.apps.models.common import check_tokenizer, layouts_of
+from fastformer.apps.plots.attention_maps import AttentionMaps
 from fastformer.apps.text import EncodedPairs, Sequences, Tokenizer, check_texts, collate, collate_source, encode_source
 from fastformer.apps.translation.model import TranslationModel
 from fastformer.apps.translation.search import Hypothesis, SearchOptions, beam_search, greedy_search
 from fastformer.host.devices import device_of, send
 from fastformer.settings import check_value
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+
+Kind = Literal["cross", "encoder", "decoder"]
 
 logger = logging.getLogger("fastformer")
 
@@ -80,13 +91,18 @@ class Translator:
                 ]
         return results
 
+    def encode(self, sentences: Sequence[str]) -> Sequences:
+        """Encode source sentences; warn of those that are cut to `max_source_length`."""
+        sequences, cut = encode_source(sentences, self.source_tokenizer, self.max_source_length)
+        if cut:
+            logger.warning("%d of %d sentences cut to %d tokens", cut, len(sentences), self.max_source_length)
+        return sequences
+
     def _search(
         self, sentences: Sequence[str], options: SearchOptions, batch_size: int
     ) -> Iterator[tuple[list[int], list[list[Hypothesis]]]]:
         self.model.eval()  # it may have been trained on since the last call
-        sequences, cut = encode_source(sentences, self.source_tokenizer, self.max_source_length)
-        if cut:
-            logger.warning("%d of %d sentences cut to %d tokens", cut, len(sentences), self.max_source_length)
+        sequences = self.encode(sentences)
         lengths = sequences.lengths
         order = sorted((i for i in range(len(sequences)) if lengths[i]), key=lambda i: -lengths[i])
         device = device_of(self.model)
@@ -147,3 +163,74 @@ class Translator:
             if not 1 <= length <= most:
                 raise ValueError(f"{side} {number} has {length} tokens; scored sentences must have 1 to {most}")
         return sequences
+
+
+@dataclass(frozen=True)
+class SentenceAttention:
+    """Every attention weight of a translation model for one sentence and a translation of it.
+
+    Attributes:
+        source: the sentence.
+        target: the translation.
+        maps: "encoder" with weights `[L, H, S, S]`, "decoder" `[L, H, T, T]` and "cross" `[L, H, T, S]`. Row t of the
+            last two has the weights with which target token t was predicted: the decoder reads bos and the tokens of
+            the target, and predicts the tokens and eos.
+    """
+
+    source: str
+    target: str
+    maps: dict[str, AttentionMaps]
+
+    def figure(
+        self,
+        kind: Kind = "cross",
+        layer: int | Literal["all"] | None = None,
+        head: int | Literal["all", "mean"] = "all",
+    ) -> "Figure":
+        """Draw cross-attention, or self-attention of the encoder or the decoder; layer and head: see `AttentionMaps`.
+
+        Raises:
+            ValueError: there is no such kind, layer or head.
+        """
+        check_value("kind", kind, str, choices=get_args(Kind))
+        return self.maps[kind].figure(layer, head)
+
+
+def attend(translator: Translator, source: str, target: str | None = None) -> SentenceAttention:
+    """Compute every attention weight for a sentence and a translation of it.
+
+    Args:
+        translator: a model with its tokenizers.
+        source: a sentence; a longer one than the model translates is cut, with a warning.
+        target: a translation of the source; None: found by beam search.
+
+    Raises:
+        ValueError: the source has no token, or the target is too long for learned positions.
+    """
+    model, tokenizer, device = translator.model.eval(), translator.target_tokenizer, device_of(translator.model)
+    ids = translator.encode([source])
+    if not len(ids[0]):
+        raise ValueError(f"source must hold at least one token, not {source!r}")
+    packed, lengths = collate_source(ids, translator.source_tokenizer.special_ids)
+    packed = packed.to(device)
+    if target is None:
+        output = beam_search(model, packed, lengths)[0][0].ids
+        target = tokenizer.decode(output)
+    else:
+        output = tokenizer.encode(target)
+    longest = model.config.longest
+    if longest is not None and len(output) + 1 > longest:
+        raise ValueError(f"target must have at most {longest - 1} tokens, not {len(output)}")
+    weights = model.attention_maps(packed, torch.tensor([tokenizer.bos_id, *output], device=device))
+    sources = translator.source_tokenizer.pieces(packed.tolist())
+    inputs, outputs = (tokenizer.pieces(i) for i in ([tokenizer.bos_id, *output], [*output, tokenizer.eos_id]))
+    tokens = {
+        "encoder": (sources, sources, ("source token looked at", "source token")),
+        "decoder": (inputs, outputs, ("target token read", "target token written")),
+        "cross": (sources, outputs, ("source token", "target token")),
+    }
+    maps = {
+        kind: AttentionMaps((f"{kind} attention", f"{source} -> {target}"), weights[kind].cpu(), *each)
+        for kind, each in tokens.items()
+    }
+    return SentenceAttention(source, target, maps)

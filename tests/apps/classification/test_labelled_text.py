@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from fastformer.apps.classification import Scores, read_labelled
+from fastformer.apps.classification.classifier import score_logits
 from fastformer.apps.classification.corpus import LabelledCorpus, split_labelled
-from fastformer.apps.classification.evaluation import score_logits
 
 
 def test_a_line_is_a_label_a_tab_and_a_text(tmp_path: Path) -> None:

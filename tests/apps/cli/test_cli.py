@@ -20,7 +20,7 @@ import fastformer as fastformer_package
 from fastformer import functional
 from fastformer.apps.cli import main
 from fastformer.apps.cli.console import app
-from fastformer.apps.cli.flags import int_or_text
+from fastformer.apps.cli.options import int_or_text
 from fastformer.apps.system.waiting import waiting
 from fastformer.apps.translation.run import load_translator
 from tests.support.command_line import fastformer
@@ -103,7 +103,7 @@ def test_info_without_a_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
     monkeypatch.setattr(
-        "fastformer.apps.cli.project.metadata.version", lambda name: {"triton": "3.6.0"}.get(name, "1.0")
+        "fastformer.apps.cli.commands.metadata.version", lambda name: {"triton": "3.6.0"}.get(name, "1.0")
     )
     monkeypatch.setattr("fastformer.functional.choice._TRITON", True)
     monkeypatch.setattr("fastformer.functional.choice._INTERPRETED", False)
@@ -129,7 +129,7 @@ def test_info_with_a_gpu_and_without_triton(tmp_path: Path, monkeypatch: pytest.
     gpu = SimpleNamespace(name="H200", major=9, minor=0, multi_processor_count=132, total_memory=140 * 2**30)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: gpu)
-    monkeypatch.setattr("fastformer.apps.cli.project.metadata.version", absent)
+    monkeypatch.setattr("fastformer.apps.cli.commands.metadata.version", absent)
     lines = fastformer("info", cwd=tmp_path).stdout.split("\n")
     assert "GPU 0: H200, compute capability 9.0, 132 multiprocessors, 140 GiB" in lines
     assert "Triton: not installed (pip install 'fastformer[triton]')" in lines

@@ -12,9 +12,9 @@ from matplotlib.figure import Figure
 
 from fastformer.apps.language.run import load_generator
 from fastformer.apps.models.embeddings import sinusoidal_positions
-from fastformer.apps.translation.attention_maps import attend
 from fastformer.apps.translation.run import load_translator
 from fastformer.apps.translation.search import SearchOptions
+from fastformer.apps.translation.translator import attend
 from tests.apps.cli.test_cli import TRAIN
 from tests.apps.cli.test_cli_language import TEXT, TRAIN_LM
 from tests.support.command_line import fastformer
@@ -45,16 +45,16 @@ def test_the_maps_of_a_sentence_carry_its_tokens_and_its_weights(runs: Path, run
     assert found.target == translator.translate(["twelve thousand one"], SearchOptions())[0]
     source, target = translator.source_tokenizer, translator.target_tokenizer
     ids = source.encode("twelve thousand one")
-    assert found.source_tokens == source.pieces([*ids, source.eos_id])
-    assert found.source_tokens[-1] == "<eos>"
-    assert (found.read[0], found.written[-1]) == ("<bos>", "<eos>")
-    assert found.read[1:] == found.written[:-1]
+    cross, decoder = found.maps["cross"], found.maps["decoder"]
+    assert cross.keys == found.maps["encoder"].queries == source.pieces([*ids, source.eos_id])
+    assert (cross.keys[-1], decoder.keys[0], decoder.queries[-1]) == ("<eos>", "<bos>", "<eos>")
+    assert decoder.keys[1:] == decoder.queries[:-1] == cross.queries[:-1]
     given = attend(translator, "twelve thousand one", "douze mille un")
-    assert given.written == target.pieces([*target.encode("douze mille un"), target.eos_id])
+    assert given.maps["cross"].queries == target.pieces([*target.encode("douze mille un"), target.eos_id])
     read = torch.tensor([target.bos_id, *target.encode("douze mille un")])
     expected = translator.model.attention_maps(torch.tensor([*ids, source.eos_id]), read)
-    assert all(torch.equal(given.maps[kind], expected[kind]) for kind in ("encoder", "decoder", "cross"))
-    assert attend(translator, "one", "").written == ["<eos>"]
+    assert all(torch.equal(given.maps[kind].weights, expected[kind]) for kind in ("encoder", "decoder", "cross"))
+    assert attend(translator, "one", "").maps["cross"].queries == ["<eos>"]
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ import typer
 
 from fastformer.apps.cli import main  # noqa: F401 (registers the commands)
 from fastformer.apps.cli.console import app
-from fastformer.apps.cli.help import walk
+from fastformer.apps.cli.options import walk
 from tests.support.command_line import fastformer
 from tests.support.python import python
 

@@ -16,7 +16,7 @@ import pytest
 
 pytest.importorskip("typer", reason="the command line needs the extra `apps`")
 
-from fastformer.apps.language import data as language_data
+from fastformer.apps.language import run as language_run
 from fastformer.apps.language.run import LanguageRun
 from fastformer.apps.runs.application import Application, Machine
 from fastformer.apps.runs.run import Run
@@ -69,7 +69,7 @@ COMBINATIONS = [(app, data, batch) for app in RUNS for data in DATA[app] for bat
 @pytest.fixture(scope="module", autouse=True)
 def _docstrings_once() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(language_data, "docstring_corpora", functools.cache(docstring_corpora))
+        patch.setattr(language_run, "docstring_corpora", functools.cache(docstring_corpora))
         yield
 
 

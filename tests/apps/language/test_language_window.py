@@ -5,7 +5,7 @@ import re
 import pytest
 import torch
 
-from fastformer.apps.language.window import LanguageState
+from fastformer.apps.language.sampling import LanguageState
 from tests.support.fused_op import needs_kernels
 from tests.support.language_task import TorchTwin, random_model
 

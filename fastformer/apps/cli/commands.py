@@ -1,0 +1,222 @@
+"""`fastformer evaluate | export | info`, for runs of every kind, and `fastformer --version`."""
+
+import functools
+import inspect
+import os
+import platform
+from collections.abc import Callable, Mapping
+from importlib import import_module, metadata
+from pathlib import Path
+from typing import Annotated, Any
+
+import torch
+import typer
+
+import fastformer
+from fastformer.apps.cli.console import MAIN_RUN, Checkpoint, Device, RunFolder, app, choose_device, console
+from fastformer.apps.cli.options import SHARE, USE, flag, whole_number, with_settings
+from fastformer.apps.export import export_ctranslate2, export_safetensors
+from fastformer.apps.runs.folder import read_kind
+from fastformer.apps.runs.kinds import application_of
+from fastformer.apps.text.scores import BLEU_TOKENIZERS
+from fastformer.apps.train import CheckpointFolder
+from fastformer.apps.translation.search import SearchOptions
+from fastformer.backend import Backend
+from fastformer.functional import explain
+from fastformer.functional.choice import INSTALL_TRITON
+from fastformer.settings import check_value
+
+_TRANSLATION, _LANGUAGE = "Of translation runs", "Of language-model runs"
+_POSITIONS = 2048
+FORMATS = ("ctranslate2", "safetensors")
+_ABSENT = "not installed"
+
+
+def application_function(run: Path, name: str, options: Mapping[str, Any]) -> Callable[..., Any]:
+    """Return a function from the `commands.py` of a run's application, with its options bound.
+
+    Args:
+        run: the run folder.
+        name: the name of the function.
+        options: options of all applications by name, settings as a dictionary; None, False and {} mean not given.
+
+    Raises:
+        FileNotFoundError: there is no such run.
+        ValueError: an option is missing, or is not for runs of this kind.
+    """
+    application = application_of(read_kind(run))
+    function = getattr(import_module(f"fastformer.apps.{application.kind}.commands"), name)
+    about = f"{run} is a {application.title} run"
+    parameters = inspect.signature(function).parameters
+    for option, value in options.items():
+        if option in parameters and value is None and parameters[option].default is inspect.Parameter.empty:
+            raise ValueError(f"{about}; give {flag(option)}")
+        if option not in parameters and value not in (None, False, {}):
+            raise ValueError(f"{about}; {flag(next(iter(value)) if isinstance(value, dict) else option)} is not for it")
+    return functools.partial(function, **{name: value for name, value in options.items() if name in parameters})
+
+
+@app.command(rich_help_panel=USE)
+@with_settings(search=SearchOptions)
+def evaluate(
+    run: RunFolder = MAIN_RUN,
+    checkpoint: Checkpoint = "best",
+    device: Device = "auto",
+    split: Annotated[str | None, typer.Option(help="part of the run's data: test (the default) or valid")] = None,
+    source: Annotated[
+        Path | None,
+        typer.Option(help="file of source sentences, of text, or of labelled text, instead of --split"),
+    ] = None,
+    target: Annotated[
+        Path | None, typer.Option(help="file of reference translations of --source", rich_help_panel=_TRANSLATION)
+    ] = None,
+    output: Annotated[Path | None, typer.Option(help="file for the translations", rich_help_panel=_TRANSLATION)] = None,
+    lowercase: Annotated[
+        bool, typer.Option("--lowercase", help="compare lower-cased", rich_help_panel=_TRANSLATION)
+    ] = False,
+    bleu_tokenizer: Annotated[
+        str | None,
+        typer.Option(help=f"for BLEU: {', '.join(BLEU_TOKENIZERS)}; default: the run's", rich_help_panel=_TRANSLATION),
+    ] = None,
+    overlap: Annotated[
+        int | None, whole_number("tokens before it that each window reads again (default: 0)", _LANGUAGE)
+    ] = None,
+    *,
+    search: dict[str, Any],
+) -> None:
+    """Print the scores of a run's model on its test data or on a file, and what was compared or counted.
+
+    Translation: sacreBLEU and chrF with their signatures, after a search. Language models: the perplexity. Classifiers:
+    accuracy, macro-F1, and precision, recall and F1 of each label, of many labels the most frequent.
+    """
+    if split is not None and source is not None:
+        raise ValueError("give --split or --source, not both")
+    check_value("split", split, str | None, choices=("test", "valid"))
+    options = {
+        "target": target,
+        "output": output,
+        "lowercase": lowercase,
+        "bleu_tokenizer": bleu_tokenizer,
+        "overlap": overlap,
+        "search": search,
+    }
+    evaluate_run = application_function(run, "evaluate_run", options)
+    evaluate_run(run, checkpoint, choose_device(device), source or split or "test")
+
+
+@app.command(rich_help_panel=SHARE)
+def export(
+    to: Annotated[Path, typer.Option(help="folder to make")],
+    run: RunFolder = MAIN_RUN,
+    format: Annotated[str, typer.Option(help="ctranslate2 or safetensors")] = "ctranslate2",
+    quantization: Annotated[
+        str | None,
+        typer.Option(
+            help="of CTranslate2's weights: float32 (the default), float16, bfloat16, int16, int8, int8_float16, …"
+        ),
+    ] = None,
+    dtype: Annotated[
+        str | None, typer.Option(help="of safetensors: float32 (the default), float16 or bfloat16")
+    ] = None,
+    positions: Annotated[
+        int | None,
+        whole_number(f"longest sequence in CTranslate2, where positions are sinusoidal; default: {_POSITIONS}"),
+    ] = None,
+    checkpoint: Checkpoint = "best",
+) -> None:
+    """Write a run's model and tokenizers for another program."""
+    if Path(os.path.realpath(to)).is_relative_to(os.path.realpath(run)):  # unlike resolve, takes a loop of links
+        raise ValueError(f"--to {to} is in the run folder {run}; choose a folder outside")
+    check_value("format", format, str, choices=FORMATS)
+    idle = {"quantization": quantization, "positions": positions} if format == "safetensors" else {"dtype": dtype}
+    for name, value in idle.items():
+        if value is not None:
+            raise ValueError(f"--{name} is not for format {format}; leave it out")
+    application = application_of(read_kind(run))
+    model, tokenizers = application.load_weights(run, checkpoint), application.load_tokenizers(run)
+    if positions is not None and model.config.longest is not None:
+        raise ValueError(f"--positions is for sinusoidal positions; this model learned {model.config.longest}")
+    if format == "ctranslate2":
+        kind: Any = quantization or "float32"
+        export_ctranslate2(to, model, tokenizers, kind, _POSITIONS if positions is None else positions)
+    else:
+        data = application.data(**application.read_config(run)["data"])
+        reading = {name: getattr(data, name) for name in application.reading}
+        export_safetensors(to, model, tokenizers, dtype or "float32", reading)  # type: ignore[arg-type]
+    files = ", ".join(sorted(path.name for path in to.iterdir()))
+    console.print(f"{to}: {files}")
+
+
+def _show_version(requested: bool) -> None:
+    if requested:
+        console.print(f"fastformer {fastformer.__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def options(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_show_version, is_eager=True, help="show the version and exit")
+    ] = False,
+) -> None:
+    """Take the options of no command."""
+
+
+@app.command(rich_help_panel=SHARE)
+def info(run: Annotated[Path | None, typer.Option(help="describe this run folder too")] = None) -> None:
+    """Show versions, devices, which backend would run and why; with --run, the run's model and checkpoints."""
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    choice = fastformer.get_backend()
+    others = ", ".join(f"{name} {_version(name)}" for name in ("numpy", "sentencepiece"))
+    lines = [
+        f"fastformer {fastformer.__version__}, Python {platform.python_version()}, torch {torch.__version__}, {others}",
+        _triton(),
+        f"CPU threads: {torch.get_num_threads()}",
+        *_gpus(),
+        f"backend: {choice} (environment variable FASTFORMER_BACKEND=auto|triton|reference)",
+    ]
+    if choice != "auto":
+        lines += [f"with it, a float32 tensor on {device} takes", *_ops(choice, device)]
+    lines += [f"with backend auto, a float32 tensor on {device} takes", *_ops("auto", device)]
+    console.print("\n".join(lines))
+    if run is not None:
+        application = application_of(read_kind(run))
+        described = application.describe(application.model(**application.read_config(run)["model"]))
+        checkpoints = CheckpointFolder(run / "checkpoints")
+        best, last = (path.name if path else "none" for path in (checkpoints.best(), checkpoints.last()))
+        console.print(f"{run}: {application.title} run, {described}")
+        console.print(f"  checkpoints: best {best} (value {checkpoints.best_value()}), last {last}")
+
+
+def _version(distribution: str) -> str:
+    try:
+        return metadata.version(distribution)
+    except metadata.PackageNotFoundError:
+        return _ABSENT
+
+
+def _triton() -> str:
+    versions = [v for v in map(_version, ("triton", "triton-windows")) if v != _ABSENT]
+    if not versions:
+        return f"Triton: not installed ({INSTALL_TRITON})"
+    interpreter = os.environ.get("TRITON_INTERPRET")
+    return f"Triton: {versions[0]}" + (f", TRITON_INTERPRET={interpreter}" if interpreter else "")
+
+
+def _gpus() -> list[str]:
+    properties = [torch.cuda.get_device_properties(i) for i in range(torch.cuda.device_count())]
+    return [
+        f"GPU {i}: {x.name}, compute capability {x.major}.{x.minor}, {x.multi_processor_count} multiprocessors, "
+        f"{x.total_memory / 2**30:.0f} GiB"
+        for i, x in enumerate(properties)
+    ] or ["GPU: none"]
+
+
+def _ops(choice: Backend, device: str) -> list[str]:
+    """Return a line for each verdict of `explain`, with the ops that share it."""
+    ops_of: dict[str, list[str]] = {}
+    with fastformer.backend(choice):
+        for line in explain(torch.empty(0, device=device)).splitlines():
+            op, verdict = line.split(": ", 1)
+            ops_of.setdefault(verdict.replace(f"({op} ", "("), []).append(op)
+    return [f"  {', '.join(ops)}: {verdict}" for verdict, ops in ops_of.items()]

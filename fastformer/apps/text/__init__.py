@@ -6,7 +6,7 @@ ids and labels as Sequences ─ LabelledBatches ─ LabelledBatch(ids, labels, l
 """
 
 from .batch import Batch, LabelledBatch, LanguageBatch, Side
-from .batches import Batches, ColumnBatches, LabelledBatches, LanguageBatches, collate, collate_source
+from .batches import Batches, LabelledBatches, collate, collate_source
 from .corpora import (
     DOCUMENT_KINDS,
     DocumentKind,
@@ -31,9 +31,18 @@ from .encoding import (
     encode_source,
 )
 from .files import TextError, check_texts, checked_lines, lines_of, read_json, read_lines, write_lines, write_texts
+from .language_batches import (
+    ColumnBatches,
+    LanguageBatches,
+    Pieces,
+    collate_pieces,
+    counted_positions,
+    cut_documents,
+    cut_stream,
+    token_stream,
+)
 from .marian_tokenizer import MarianTokenizer, read_marian
 from .numbers import english, french, german, number_corpus
-from .pieces import Pieces, collate_pieces, counted_positions, cut_documents, cut_stream, token_stream
 from .sentencepiece_tokenizer import SentencePieceTokenizer, train_sentencepiece
 from .tokenizer import SpecialIds, Tokenizer
 from .vocabulary import learn_tokenizer, load_tokenizer

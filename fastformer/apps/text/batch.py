@@ -3,7 +3,7 @@
 The lengths stay on the CPU, so that computing a layout does not wait for a device.
 """
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from typing import ClassVar, NamedTuple, Self
 
 import torch
@@ -33,11 +33,8 @@ class SequenceBatch:
     def __len__(self) -> int:
         return len(self._lengths()[0])
 
-    def _sides(self) -> tuple[Side, ...]:
-        return self.SIDES
-
     def _lengths(self) -> list[Tensor]:
-        return [getattr(self, side.lengths) for side in self._sides()]
+        return [getattr(self, side.lengths) for side in self.SIDES]
 
     @property
     def tokens(self) -> int:
@@ -51,7 +48,7 @@ class SequenceBatch:
         It is not a field, so that `dataclasses.replace` drops it with the old lengths. The call never waits for the
         device, whatever the value of `non_blocking`.
         """
-        names = [name for side in self._sides() for name in side.inputs + side.targets]
+        names = [field.name for field in fields(self) if field.name not in {side.lengths for side in self.SIDES}]
         layouts = self.layouts
         if not layouts and torch.device(device).type != "cpu":
             layouts = tuple(map(Layout.from_lengths, self._lengths()))
@@ -64,14 +61,14 @@ class SequenceBatch:
 
     def share(self, rank: int, world: int) -> Self | None:
         """Return the sequences of process `rank` of `world`, in the same form; None if it gets none."""
-        lengths = self._lengths()
-        rows = share_of(torch.stack(lengths).sum(0), rank, world)
-        if rows.start == rows.stop:
-            return None
+        sequences = share_of(torch.stack(self._lengths()).sum(0), rank, world)
+        return self._select(sequences) if sequences.start < sequences.stop else None
+
+    def _select(self, sequences: slice) -> Self:
         values = {}
-        for side, each in zip(self._sides(), lengths, strict=True):
-            values[side.lengths] = each[rows]
-            values |= {name: rows_of(getattr(self, name), each, rows) for name in side.inputs + side.targets}
+        for side, lengths in zip(self.SIDES, self._lengths(), strict=True):
+            values[side.lengths] = lengths[sequences]
+            values |= {name: select(getattr(self, name), lengths, sequences) for name in side.inputs + side.targets}
         return replace(self, **values)
 
 
@@ -121,8 +118,7 @@ class LabelledBatch(SequenceBatch):
     labels: Tensor
     lengths: Tensor  # [B]
 
-    def _sides(self) -> tuple[Side, ...]:
-        return (Side("lengths", ("ids",), ("labels",)),)  # not in SIDES: labels may be [B]
+    SIDES: ClassVar[tuple[Side, ...]] = (Side("lengths", ("ids",)),)
 
     @property
     def tokens(self) -> int:
@@ -132,17 +128,17 @@ class LabelledBatch(SequenceBatch):
             labels = labels[torch.arange(labels.shape[1], device=labels.device) < self.lengths[:, None]]
         return int((labels != IGNORED).sum())
 
-    def share(self, rank: int, world: int) -> "LabelledBatch | None":
+    def share(self, rank: int, world: int) -> Self | None:
         """Return the sequences of process `rank` of `world`, in the same form; None if it gets none."""
-        if self.labels.dim() > 1 or len(self.labels) != len(self):
-            return super().share(rank, world)
-        rows = share_of(self.lengths, rank, world)
-        if self.labels.shape == self.ids.shape and bool((self.lengths != 1).any()):
+        if self.labels.shape == self.ids.shape == self.lengths.shape and bool((self.lengths != 1).any()):
             # With as many packed tokens as sequences, labels may belong to either, so the batch is not divided.
-            rows = slice(0, len(self) if rank == 0 else 0)
-        if rows.start == rows.stop:
-            return None
-        return LabelledBatch(rows_of(self.ids, self.lengths, rows), self.labels[rows], self.lengths[rows])
+            return self if rank == 0 else None
+        return super().share(rank, world)
+
+    def _select(self, sequences: slice) -> Self:
+        of_rows = len(self.labels) == len(self)
+        labels = self.labels[sequences] if of_rows else select(self.labels, self.lengths, sequences)
+        return replace(super()._select(sequences), labels=labels)
 
 
 def share_of(lengths: Tensor, rank: int, world: int) -> slice:
@@ -162,7 +158,7 @@ def share_of(lengths: Tensor, rank: int, world: int) -> slice:
     return slice(start, stop)
 
 
-def rows_of(ids: Tensor, lengths: Tensor, sequences: slice) -> Tensor:
+def select(ids: Tensor, lengths: Tensor, sequences: slice) -> Tensor:
     """Return consecutive sequences of ids that are packed `[T]` or padded `[B, L]`, in the same form."""
     if ids.dim() == 2:
         return ids[sequences]

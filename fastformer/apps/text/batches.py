@@ -16,15 +16,14 @@ from torch import Tensor
 
 from fastformer.settings import check_value
 
-from .batch import Batch, LabelledBatch, LanguageBatch
-from .encoding import EncodedDocuments, EncodedPairs, Ints, Sequences
-from .pieces import Pieces, collate_pieces, cut_documents, cut_windows, token_stream
+from .batch import Batch, LabelledBatch, SequenceBatch
+from .encoding import EncodedPairs, Ints, Sequences
 from .tokenizer import SpecialIds
 
-B = TypeVar("B", Batch, LanguageBatch, LabelledBatch)
+B = TypeVar("B", bound=SequenceBatch)
 
 
-class _EpochBatches(Generic[B]):
+class EpochBatches(Generic[B]):
     """The batches of each epoch."""
 
     def __init__(self, seed: int = 0, shuffle: bool = True) -> None:
@@ -86,7 +85,7 @@ def collate_source(
     return _lay_out(ids, lengths, special_ids.pad_id, packed), torch.from_numpy(lengths)
 
 
-class Batches(_EpochBatches[Batch]):
+class Batches(EpochBatches[Batch]):
     """The batches of sentence pairs of each epoch, by number of sentences or by a budget of tokens.
 
     Buckets reduce padding, from 55 % to 7 % on Multi30k with 4,000 tokens a batch, at the cost of some randomness: a
@@ -127,12 +126,12 @@ class Batches(_EpochBatches[Batch]):
         self.pairs, self.sentences, self.tokens, self.bucket, self.packed = pairs, sentences, tokens, bucket, packed
         self._source, self._target = pairs.source.lengths + 1, pairs.target.lengths + 1
         longest = np.maximum(self._source, self._target)
-        if tokens is not None and longest.max() > tokens:
+        self.longest = int(longest.max())  # tokens of the longest sentence of either side, special ids counted
+        if tokens is not None and self.longest > tokens:
             raise ValueError(
-                f"tokens={tokens} is less than sentence pair {longest.argmax() + 1}, which has {longest.max()} tokens "
+                f"tokens={tokens} is less than sentence pair {longest.argmax() + 1}, which has {self.longest} tokens "
                 "with eos: raise tokens, or lower max_length"
             )
-        self.longest = int(longest.max())  # tokens of the longest sentence of either side, special ids counted
 
     def _plan(self, random: np.random.Generator) -> list[Ints]:
         order = self._order(random, len(self.pairs))
@@ -144,8 +143,8 @@ class Batches(_EpochBatches[Batch]):
         return batches
 
     def _cuts(self, order: Ints) -> Sequence[int]:
-        if self.sentences is not None:
-            return range(self.sentences, len(order), self.sentences)
+        if self.tokens is None:
+            return range(self.sentences or 1, len(order), self.sentences or 1)
         cuts: list[int] = []
         start = source = target = 0
         for i, (s, t) in enumerate(zip(self._source[order].tolist(), self._target[order].tolist(), strict=True)):
@@ -155,7 +154,7 @@ class Batches(_EpochBatches[Batch]):
             else:
                 source, target = max(source, s), max(target, t)
                 size = (i + 1 - start) * max(source, target)
-            if size > (self.tokens or 0):
+            if size > self.tokens:
                 cuts.append(i)
                 start, source, target = i, s, t
         return cuts
@@ -173,7 +172,7 @@ class Batches(_EpochBatches[Batch]):
         return 1 - int(self._source.sum() + self._target.sum()) / positions
 
 
-class LabelledBatches(_EpochBatches[LabelledBatch]):
+class LabelledBatches(EpochBatches[LabelledBatch]):
     """The batches of labelled sequences of each epoch, packed, of `size` sequences each (the last may have fewer).
 
     Args:
@@ -197,10 +196,9 @@ class LabelledBatches(_EpochBatches[LabelledBatch]):
         if len(labels) != len(sequences):
             raise ValueError(f"labels must be {len(sequences)}, one for each sequence, not {len(labels)}")
         if isinstance(labels, Sequences):
-            different = np.flatnonzero(labels.lengths != sequences.lengths)
-            if len(different):
+            if len(different := np.flatnonzero(labels.lengths != sequences.lengths)):
                 first = int(different[0])
-                tokens, count = (int(x.lengths[first]) for x in (sequences, labels))
+                tokens, count = len(sequences[first]), len(labels[first])
                 raise ValueError(f"labels of sequence {first} must be {tokens}, one for each token, not {count}")
         elif labels.ndim != 1 or labels.dtype.kind not in "iu":
             raise ValueError(f"labels must be integers [N] or Sequences, not {labels.dtype} {list(labels.shape)}")
@@ -215,73 +213,3 @@ class LabelledBatches(_EpochBatches[LabelledBatch]):
         labels = self.labels.take(indices).ids if isinstance(self.labels, Sequences) else self.labels[indices]
         ids, targets, lengths = (torch.from_numpy(x.astype(np.int64)) for x in (chosen.ids, labels, chosen.lengths))
         return LabelledBatch(ids, targets, lengths)
-
-
-class _PieceBatches(_EpochBatches[LanguageBatch]):
-    """Batches of pieces."""
-
-    pieces: Pieces
-
-    @property
-    def longest(self) -> int:
-        """Tokens of the longest piece."""
-        return int(self.pieces.lengths.max())
-
-    def _collate(self, indices: Ints) -> LanguageBatch:
-        return collate_pieces(self.pieces, indices)
-
-
-class LanguageBatches(_PieceBatches):
-    """The batches of each epoch: at most `tokens` tokens each, of pieces that predict at most `context` tokens.
-
-    The pieces are in random order, or with ``shuffle=False`` in the order of the documents, for validation.
-
-    Raises ``ValueError`` if `context` is below 1, `tokens` is less than `context`, or there are no documents.
-    """
-
-    def __init__(
-        self, documents: EncodedDocuments, *, context: int, tokens: int, seed: int = 0, shuffle: bool = True
-    ) -> None:
-        super().__init__(seed, shuffle)
-        if len(documents) == 0:
-            raise ValueError("there are no documents to make batches of")
-        self.pieces = cut_documents(documents, context)
-        if tokens < context:
-            raise ValueError(f"tokens={tokens} is less than context={context}: a batch must hold at least one piece")
-        self.context, self.tokens = context, tokens
-
-    def _plan(self, random: np.random.Generator) -> list[Ints]:
-        order = self._order(random, len(self.pieces))
-        ends = np.cumsum(self.pieces.lengths[order])
-        cuts: list[int] = []
-        batched = 0  # tokens in the batches so far
-        while ends[-1] - batched > self.tokens:
-            cuts.append(int(np.searchsorted(ends, batched + self.tokens, side="right")))  # the first that does not fit
-            batched = int(ends[cuts[-1] - 1])
-        return np.split(order, cuts)
-
-
-class ColumnBatches(_PieceBatches):
-    """The batches of a stream of N tokens in columns, as in PyTorch's tutorials; they are the same in each epoch.
-
-    The tokens become `columns` columns of L = N // columns; the last N % columns tokens are left out. A batch is a
-    window of `context` rows (bptt) of all columns, and predicts for each token the one below it. So L - 1 tokens of
-    each column are predicted an epoch, and the last window is short.
-
-    Raises ``ValueError`` if `columns` or `context` is below 1, or a column would have fewer than two tokens.
-    """
-
-    def __init__(self, documents: EncodedDocuments, *, columns: int, context: int) -> None:
-        super().__init__(shuffle=False)
-        check_value("columns", columns, int, at_least=1)
-        stream = token_stream(documents)
-        rows = len(stream) // columns
-        if rows < 2:
-            raise ValueError(f"columns={columns} is too many for {len(stream):,} tokens: each column needs two")
-        self.table = stream[: rows * columns].reshape(columns, rows)  # [columns, L]
-        self.pieces = cut_windows(stream, rows * np.arange(columns), np.full(columns, rows - 1), context, 0)
-        self.context = context
-
-    def _plan(self, random: np.random.Generator) -> list[Ints]:
-        columns = len(self.table)
-        return list(np.arange(len(self.pieces)).reshape(columns, -1).T)

@@ -71,7 +71,7 @@ def alphabet():
     """A model that has learned to go on in the alphabet, around its end."""
     tokenizer = WordTokenizer.from_lines([" ".join(ALPHABET)])
     ids = tokenizer.encode(" ".join(ALPHABET * 3))
-    documents = EncodedDocuments(Sequences.from_lists([ids[i : i + 20] for i in range(12)]), SpecialIds(), 16)
+    documents = EncodedDocuments(Sequences.from_lists([ids[i : i + 20] for i in range(12)]), SpecialIds())
     torch.manual_seed(0)
     model = LanguageModel(
         LanguageConfig(16, d_model=32, heads=2, layers=1, feed_forward=32, dropout=0.0, norm_eps=1e-5)

@@ -31,7 +31,7 @@ IDS = SpecialIds()
 
 def stream_of(count: int) -> EncodedDocuments:
     """A stream of `count` tokens in all, each different: 10, 11, … and eos at the end."""
-    return EncodedDocuments(Sequences.from_lists([list(range(10, 9 + count))]), IDS, 10 + count)
+    return EncodedDocuments(Sequences.from_lists([list(range(10, 9 + count))]), IDS)
 
 
 def tutorial_batches(stream: torch.Tensor, columns: int, bptt: int) -> list[tuple[torch.Tensor, torch.Tensor]]:

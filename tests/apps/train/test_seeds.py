@@ -46,7 +46,7 @@ def texts(count: int = 60) -> Sequences:
 
 def sources(seed: int) -> dict[str, Any]:
     """Every loader there is, over the same made-up texts."""
-    documents = EncodedDocuments(texts(), IDS, vocabulary=100)
+    documents = EncodedDocuments(texts(), IDS)
     return {
         "Batches": Batches(EncodedPairs(texts(), texts(), IDS, IDS), tokens=40, seed=seed),
         "LanguageBatches": LanguageBatches(documents, context=6, tokens=30, seed=seed),

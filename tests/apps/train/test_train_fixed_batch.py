@@ -126,7 +126,7 @@ def test_sources_of_batches_know_their_longest_sequence():
     random = np.random.default_rng(0)
     lists = [random.integers(4, 17, n).tolist() for n in (3, 14, 1, 9)]
     source, target = Sequences.from_lists(lists), Sequences.from_lists(lists[::-1])
-    documents = EncodedDocuments(source, IDS, 17)
+    documents = EncodedDocuments(source, IDS)
     sources = [
         Batches(EncodedPairs(source, target, IDS, IDS), sentences=2),
         LanguageBatches(documents, context=6, tokens=10),

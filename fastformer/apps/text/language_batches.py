@@ -1,0 +1,165 @@
+"""Batches of language models: windows of documents or of a stream, without padding.
+
+A document is read as bos + tokens + eos, and each token but bos is predicted exactly once, from the tokens before it. A
+document longer than `context` is cut every `context` predictions: a window begins with the last token that the previous
+one predicted, and has no earlier context. So the number of predictions depends neither on the context nor on the
+batches, and perplexities can be compared. For evaluation, windows may overlap: each but a document's first reads the
+`overlap` tokens before it again, without predicting them a second time.
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from fastformer.settings import check_value
+
+from .batch import LanguageBatch
+from .batches import EpochBatches
+from .encoding import EncodedDocuments, Ints, ranges
+
+
+@dataclass(frozen=True)
+class Pieces:
+    """Windows of a stream: piece i reads ``stream[starts[i] : starts[i] + lengths[i]]`` and predicts it one id later.
+
+    Its first `reread[i]` predictions are those of the previous piece, and do not count.
+
+    `stream` int32 [total], bos + tokens + eos of every document; `starts`, `lengths` and `reread` int64 [pieces].
+    """
+
+    stream: NDArray[np.int32]
+    starts: Ints
+    lengths: Ints
+    reread: Ints
+
+    def __len__(self) -> int:
+        return len(self.starts)
+
+    def take(self, indices: Ints) -> "Pieces":
+        """Return the pieces at `indices`, in that order."""
+        return Pieces(self.stream, self.starts[indices], self.lengths[indices], self.reread[indices])
+
+    @property
+    def predictions(self) -> int:
+        """Number of predictions that count: each token of the stream but the first of a document, once."""
+        return int((self.lengths - self.reread).sum())
+
+
+def cut_documents(documents: EncodedDocuments, context: int, overlap: int = 0) -> Pieces:
+    """Put bos and eos around every document and cut it into pieces of at most `context` predictions, in order.
+
+    Raises ``ValueError`` if `context` is below 1, or `overlap` is below 0 or not below `context`.
+    """
+    special = documents.special_ids
+    stream, lengths = documents.documents.with_special(first=special.bos_id, last=special.eos_id)
+    # bos is not predicted.
+    return _cut(stream.astype(np.int32), np.cumsum(lengths) - lengths, lengths - 1, context, overlap)
+
+
+def token_stream(documents: EncodedDocuments) -> NDArray[np.int32]:
+    """Return the documents one after another, each with its end of line: int32 [N]."""
+    return documents.documents.with_special(last=documents.special_ids.eos_id)[0].astype(np.int32)
+
+
+def cut_stream(documents: EncodedDocuments, context: int, overlap: int = 0) -> Pieces:
+    """Cut the stream of all documents into windows of at most `context` predictions, in order.
+
+    The first token is predicted from an end of line, which stands in for the beginning. Raises as `cut_documents`.
+    """
+    stream = np.concatenate([np.array([documents.special_ids.eos_id], np.int32), token_stream(documents)])
+    return _cut(stream, np.zeros(1, np.int64), np.array([len(stream) - 1]), context, overlap)
+
+
+def _cut(stream: NDArray[np.int32], first: Ints, predictions: Ints, context: int, overlap: int) -> Pieces:
+    """Cut the documents of a stream, which begin at `first` and have `predictions` each, both int64 [documents]."""
+    check_value("context", context, int, at_least=1)
+    check_value("overlap", overlap, int, {"context": context}, at_least=0, below="context")
+    stride = context - overlap
+    # The previous window has predicted the overlap; a document with any prediction has at least one window.
+    counts = np.maximum(-(-(predictions - overlap) // stride), np.minimum(predictions, 1))  # [documents]
+    number = ranges(np.zeros_like(counts), counts)  # of each window in its document
+    lengths = np.minimum(context, np.repeat(predictions, counts) - number * stride)
+    return Pieces(stream, np.repeat(first, counts) + number * stride, lengths, np.where(number > 0, overlap, 0))
+
+
+def collate_pieces(pieces: Pieces, indices: Ints) -> LanguageBatch:
+    """Return one batch of the pieces at `indices`, in that order."""
+    lengths = pieces.lengths[indices]
+    positions = ranges(pieces.starts[indices], lengths)  # [T]
+    ids_in, ids_out = (torch.from_numpy(pieces.stream[i].astype(np.int64)) for i in (positions, positions + 1))
+    return LanguageBatch(ids_in, ids_out, torch.from_numpy(lengths))
+
+
+def counted_positions(pieces: Pieces, indices: Ints) -> Tensor:
+    """Return the positions of the predictions that count in the batch of the pieces at `indices`: int64, in order."""
+    lengths, reread = pieces.lengths[indices], pieces.reread[indices]
+    return torch.from_numpy(ranges(np.cumsum(lengths) - lengths + reread, lengths - reread))
+
+
+class LanguageBatches(EpochBatches[LanguageBatch]):
+    """The batches of each epoch: at most `tokens` tokens each, of pieces that predict at most `context` tokens.
+
+    The pieces are in random order, or with ``shuffle=False`` in the order of the documents, for validation.
+
+    Raises ``ValueError`` if `context` is below 1, `tokens` is less than `context`, or there are no documents.
+    """
+
+    def __init__(
+        self, documents: EncodedDocuments, *, context: int, tokens: int, seed: int = 0, shuffle: bool = True
+    ) -> None:
+        super().__init__(seed, shuffle)
+        if len(documents) == 0:
+            raise ValueError("there are no documents to make batches of")
+        self.pieces = cut_documents(documents, context)
+        if tokens < context:
+            raise ValueError(f"tokens={tokens} is less than context={context}: a batch must hold at least one piece")
+        self.context, self.tokens = context, tokens
+        self.longest = int(self.pieces.lengths.max())  # tokens of the longest piece
+
+    def _plan(self, random: np.random.Generator) -> list[Ints]:
+        order = self._order(random, len(self.pieces))
+        ends = np.cumsum(self.pieces.lengths[order])
+        cuts: list[int] = []
+        batched = 0  # tokens in the batches so far
+        while ends[-1] - batched > self.tokens:
+            cuts.append(int(np.searchsorted(ends, batched + self.tokens, side="right")))  # the first that does not fit
+            batched = int(ends[cuts[-1] - 1])
+        return np.split(order, cuts)
+
+    def _collate(self, indices: Ints) -> LanguageBatch:
+        return collate_pieces(self.pieces, indices)
+
+
+class ColumnBatches(EpochBatches[LanguageBatch]):
+    """The batches of a stream of N tokens in columns, as in PyTorch's tutorials; they are the same in each epoch.
+
+    The tokens become `columns` columns of L = N // columns; the last N % columns tokens are left out. A batch is a
+    window of `context` rows (bptt) of all columns, and predicts for each token the one below it. So L - 1 tokens of
+    each column are predicted an epoch, and the last window is short.
+
+    Raises ``ValueError`` if `columns` or `context` is below 1, or a column would have fewer than two tokens.
+    """
+
+    def __init__(self, documents: EncodedDocuments, *, columns: int, context: int) -> None:
+        super().__init__(shuffle=False)
+        check_value("columns", columns, int, at_least=1)
+        check_value("context", context, int, at_least=1)
+        stream = token_stream(documents)
+        rows = len(stream) // columns
+        if rows < 2:
+            raise ValueError(f"columns={columns} is too many for {len(stream):,} tokens: each column needs two")
+        self.table = stream[: rows * columns].reshape(columns, rows)  # [columns, L]
+        self.context = context
+        self.longest = min(context, rows - 1)  # tokens of a column in the longest batch
+
+    def _plan(self, random: np.random.Generator) -> list[Ints]:
+        rows = np.arange(self.table.shape[1] - 1)
+        return np.split(rows, range(self.context, len(rows), self.context))
+
+    def _collate(self, rows: Ints) -> LanguageBatch:
+        window = torch.from_numpy(self.table[:, rows[0] : rows[-1] + 2]).long()  # [columns, rows + 1]
+        ids_in, ids_out = window[:, :-1].flatten(), window[:, 1:].flatten()
+        return LanguageBatch(ids_in, ids_out, torch.from_numpy(np.full(len(window), len(rows))))

@@ -64,7 +64,8 @@ class Sequences:
         return self._gather(self.offsets[:-1], np.minimum(self.lengths, length))
 
     def _gather(self, starts: Ints, lengths: Ints) -> "Sequences":
-        return Sequences(self.ids[ranges(starts, lengths)], _offsets(lengths))
+        positions, offsets = ranges(starts, lengths)
+        return Sequences(self.ids[positions], offsets)
 
     def with_special(self, first: int | None = None, last: int | None = None) -> tuple[Ints, Ints]:
         """Return all sequences, each with an id before or after it: ids int64 [total + count], lengths [count]."""
@@ -84,10 +85,10 @@ def _offsets(lengths: Ints) -> Ints:
     return np.concatenate([np.zeros(1, np.int64), np.cumsum(lengths, dtype=np.int64)])
 
 
-def ranges(starts: Ints, lengths: Ints) -> Ints:
-    """Return starts[i] to starts[i] + lengths[i] - 1 for each i, one after another: int64 [sum of lengths]."""
-    ends = np.cumsum(lengths)
-    return np.arange(lengths.sum()) + np.repeat(starts - ends + lengths, lengths)
+def ranges(starts: Ints, lengths: Ints) -> tuple[Ints, Ints]:
+    """Return starts[i] to starts[i] + lengths[i] - 1 for each i, one after another, and offsets as of `Sequences`."""
+    offsets = _offsets(lengths)
+    return np.arange(offsets[-1]) + np.repeat(starts - offsets[:-1], lengths), offsets
 
 
 @dataclass(frozen=True)

@@ -80,7 +80,7 @@ def _cut(stream: NDArray[np.int32], first: Ints, predictions: Ints, context: int
     stride = context - overlap
     # The previous window has predicted the overlap; a document with any prediction has at least one window.
     counts = np.maximum(-(-(predictions - overlap) // stride), np.minimum(predictions, 1))  # [documents]
-    number = ranges(np.zeros_like(counts), counts)  # of each window in its document
+    number, _ = ranges(np.zeros_like(counts), counts)  # of each window in its document
     lengths = np.minimum(context, np.repeat(predictions, counts) - number * stride)
     return Pieces(stream, np.repeat(first, counts) + number * stride, lengths, np.where(number > 0, overlap, 0))
 
@@ -88,7 +88,7 @@ def _cut(stream: NDArray[np.int32], first: Ints, predictions: Ints, context: int
 def collate_pieces(pieces: Pieces, indices: Ints) -> LanguageBatch:
     """Return one batch of the pieces at `indices`, in that order."""
     lengths = pieces.lengths[indices]
-    positions = ranges(pieces.starts[indices], lengths)  # [T]
+    positions, _ = ranges(pieces.starts[indices], lengths)  # [T]
     ids_in, ids_out = (torch.from_numpy(pieces.stream[i].astype(np.int64)) for i in (positions, positions + 1))
     return LanguageBatch(ids_in, ids_out, torch.from_numpy(lengths))
 
@@ -96,7 +96,8 @@ def collate_pieces(pieces: Pieces, indices: Ints) -> LanguageBatch:
 def counted_positions(pieces: Pieces, indices: Ints) -> Tensor:
     """Return the positions of the predictions that count in the batch of the pieces at `indices`: int64, in order."""
     lengths, reread = pieces.lengths[indices], pieces.reread[indices]
-    return torch.from_numpy(ranges(np.cumsum(lengths) - lengths + reread, lengths - reread))
+    positions, _ = ranges(np.cumsum(lengths) - lengths + reread, lengths - reread)
+    return torch.from_numpy(positions)
 
 
 class LanguageBatches(EpochBatches[LanguageBatch]):
@@ -160,6 +161,6 @@ class ColumnBatches(EpochBatches[LanguageBatch]):
         return np.split(rows, range(self.context, len(rows), self.context))
 
     def _collate(self, rows: Ints) -> LanguageBatch:
-        window = torch.from_numpy(self.table[:, rows[0] : rows[-1] + 2]).long()  # [columns, rows + 1]
-        ids_in, ids_out = window[:, :-1].flatten(), window[:, 1:].flatten()
-        return LanguageBatch(ids_in, ids_out, torch.from_numpy(np.full(len(window), len(rows))))
+        windows = (self.table[:, i : i + len(rows)] for i in (rows[0], rows[0] + 1))
+        ids_in, ids_out = (torch.from_numpy(window.astype(np.int64).reshape(-1)) for window in windows)
+        return LanguageBatch(ids_in, ids_out, torch.from_numpy(np.full(len(self.table), len(rows))))

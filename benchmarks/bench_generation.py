@@ -32,7 +32,7 @@ from benchmarks.competitors.known import require
 from benchmarks.harness.race import Contender, Race
 from fastformer.apps.export import export_ctranslate2
 from fastformer.apps.language.model import CLASSICAL, LanguageConfig, LanguageModel
-from fastformer.apps.language.sampling import LanguageState, SamplingOptions, random_streams, sample
+from fastformer.apps.language.sampling import LanguageState, RandomStreams, SamplingOptions, sample
 from fastformer.apps.models.embeddings import sinusoidal_positions
 from fastformer.apps.pretrained import to_transformers
 from fastformer.apps.text import WordTokenizer
@@ -99,7 +99,7 @@ def bench_generation(race: Race, size: str, context: int, steps: range, goal: fl
     first = model.config.eos_id
 
     def write() -> Tensor:
-        written = sample(model, [[first]], options, context, random_streams([[first]], 0))
+        written = sample(model, [[first]], options, context, RandomStreams(0).take([[first]]))
         return torch.tensor([word for [(_, word)] in written], device=race.device)
 
     words = write()
@@ -185,7 +185,7 @@ def bench_writing(race: Race, size: str, competitor: str, d_model: int, batch: i
     pack_weights(running)
 
     def write() -> list[list[int]]:
-        steps = sample(running, prompts, options, PROMPT + count, random_streams(prompts, 0))
+        steps = sample(running, prompts, options, PROMPT + count, RandomStreams(0).take(prompts))
         return [list(row) for row in zip(*([i for _, i in step] for step in steps), strict=True)]
 
     words = write()

@@ -11,7 +11,7 @@ from fastformer.apps.language.run import (
     load_generator,
     read_text_corpora,
 )
-from fastformer.apps.language.sampling import LanguageState, SamplingOptions, choose_ids, random_streams, sample
+from fastformer.apps.language.sampling import LanguageState, RandomStreams, SamplingOptions, choose_ids, sample
 from fastformer.apps.language.text_generator import TextGenerator, attend_text
 from fastformer.apps.runs.application import complete_run
 
@@ -24,6 +24,7 @@ __all__ = [
     "LanguageState",
     "LanguageTrainConfig",
     "Perplexity",
+    "RandomStreams",
     "SamplingOptions",
     "TextGenerator",
     "attend_text",
@@ -34,7 +35,6 @@ __all__ = [
     "language_model_loss",
     "load_generator",
     "perplexity",
-    "random_streams",
     "read_text_corpora",
     "sample",
 ]

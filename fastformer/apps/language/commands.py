@@ -46,7 +46,7 @@ def generate(
     *,
     sampling: dict[str, Any],
 ) -> None:
-    """Continue a prompt with a language model, word by word, or several prompts at a time.
+    """Continue a prompt with a language model, or several prompts at a time.
 
     Each text is printed, or written to --output, after its prompt, once it and all texts before it are finished. With
     --no-stop-at-eos, texts may have several lines, and an empty line ends each text.
@@ -60,14 +60,6 @@ def generate(
     generator = load_generator(run, checkpoint, choose_device(device))
     pack_weights(generator.model)
     lines = (prompt.rstrip(" ") for prompt in lines)  # the generated text begins with the space
-    if output is None and prompt_file is None and len(prompts or [""]) == 1:
-        prompt = next(lines)
-        pieces = generator.stream(prompt, options)
-        print(prompt, end="", flush=True)
-        for piece in pieces:
-            print(piece, end="", flush=True)
-        print()
-        return
     lines, copies = itertools.tee(lines)
     generated = generator.generate_each(copies, options, batch_size)
     end = "" if options.stop_at_eos else "\n"

@@ -17,12 +17,11 @@ import secrets
 import sys
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 
 import numpy as np
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
 from fastformer.apps.language.model import LanguageModel
 from fastformer.apps.settings import Settings, setting
@@ -245,11 +244,6 @@ class RandomStreams:
         return streams
 
 
-def random_streams(prompts: Sequence[Sequence[int]], seed: int | None) -> list[np.random.Generator]:
-    """Return a random generator for each prompt; see `RandomStreams`."""
-    return RandomStreams(seed).take(prompts)
-
-
 @torch.inference_mode()
 def sample(
     model: LanguageModel,
@@ -262,11 +256,11 @@ def sample(
     """Continue prompts in one batch; texts that ended leave it.
 
     Args:
-        model: runs in evaluation mode; its previous mode is restored before each yield.
+        model: call `.eval()` first.
         prompts: ids, at least one each.
         options: how to choose, and when to end.
         context: the most tokens that the model reads at a time; see `fastformer.apps.language.sampling`.
-        streams: a generator for each prompt, from `random_streams`.
+        streams: a generator for each prompt, from `RandomStreams`.
         unk_id: the unknown token, forbidden unless options.allow_unk. pad and bos are always forbidden.
 
     Yields:
@@ -280,9 +274,7 @@ def sample(
     special = {c.pad_id, c.bos_id} - {c.eos_id}
     if unk_id is not None and not options.allow_unk:
         special.add(unk_id)
-    modules = list(model.modules())
-    with evaluation(modules):
-        state = LanguageState(model, prompts, context)
+    state = LanguageState(model, prompts, context)
     logits = state.logits
     active, streams = list(range(len(prompts))), list(streams)
     for t in range(options.max_new_tokens):
@@ -299,18 +291,4 @@ def sample(
             (unfinished,) = send(ids.device, torch.tensor(rows, device="cpu"))
             state.keep(unfinished)
             ids, active, streams = ids[unfinished], [active[row] for row in rows], [streams[row] for row in rows]
-        with evaluation(modules):
-            logits = state.step(ids)
-
-
-@contextmanager
-def evaluation(modules: Sequence[nn.Module]) -> Iterator[None]:
-    """Put modules into evaluation mode for a block."""
-    training = [module for module in modules if module.training]
-    for module in training:
-        module.training = False
-    try:
-        yield
-    finally:
-        for module in training:
-            module.training = True
+        logits = state.step(ids)

@@ -1,21 +1,17 @@
-"""Continue text prompts with a language model, as whole texts or piece by piece."""
+"""Continue text prompts with a language model."""
 
 import logging
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import islice
 
 from fastformer.apps.language.model import LanguageModel
-from fastformer.apps.language.sampling import RandomStreams, SamplingOptions, check_context, random_streams, sample
+from fastformer.apps.language.sampling import RandomStreams, SamplingOptions, check_context, sample
 from fastformer.apps.models.common import check_tokenizer
 from fastformer.apps.plots.attention_maps import AttentionMaps, attend_ids
-from fastformer.apps.text import Tokenizer, WordTokenizer, check_texts
-from fastformer.apps.text.tokenizer import UNK
+from fastformer.apps.text import Tokenizer, check_texts
 from fastformer.settings import check_value
 
 logger = logging.getLogger("fastformer")
-
-_LISTED = 10  # unknown words in a warning
-_INCOMPLETE = "\ufffd"  # what a tokenizer decodes the first bytes of an incomplete character to
 
 
 class TextGenerator:
@@ -25,7 +21,7 @@ class TextGenerator:
     lines in a prompt are read as eos. Eos is written as a new line if the options let the text go on.
 
     Args:
-        model: runs in evaluation mode and without gradients; its previous mode is restored.
+        model: put into evaluation mode.
         tokenizer: the tokenizer that the model was trained with.
         context: the number of positions that the model was trained with, and the most tokens that it reads (see
             `fastformer.apps.language.sampling`).
@@ -42,7 +38,7 @@ class TextGenerator:
         check_tokenizer("", tokenizer, model.config.vocabulary, model.config)
         check_context(model, context)
         check_value("first_id", first_id, int | None, {"vocabulary": tokenizer.size}, at_least=0, below="vocabulary")
-        self.model, self.tokenizer, self.context = model, tokenizer, context
+        self.model, self.tokenizer, self.context = model.eval(), tokenizer, context
         self.first_id = tokenizer.bos_id if first_id is None else first_id
 
     def generate(
@@ -51,7 +47,7 @@ class TextGenerator:
         """Continue prompts; equal prompts get different texts, unless the temperature is 0.
 
         Args:
-            prompts: plain text; words that the model does not know and prompts beyond its context give a warning.
+            prompts: plain text; unknown words, and prompts beyond the model's context, give a warning.
             options: how to choose, and when to end.
             batch_size: texts written at a time; does not change them.
 
@@ -79,6 +75,7 @@ class TextGenerator:
         return self._batches(iter(prompts), options or SamplingOptions(), batch_size)  # errors are raised above
 
     def _batches(self, prompts: Iterator[str], options: SamplingOptions, batch_size: int) -> Iterator[str]:
+        self.model.eval()  # it may have been trained on since the last call
         streams, eos = RandomStreams(options.seed), self.tokenizer.eos_id
         while batch := list(islice(prompts, batch_size)):
             encoded = self.encode(batch)
@@ -95,85 +92,35 @@ class TextGenerator:
             for row in range(yielded, len(encoded)):
                 yield self._text(encoded[row], generated[row][:-1] if ended[row] else generated[row])
 
-    def stream(self, prompt: str, options: SamplingOptions | None = None) -> Iterator[str]:
-        """Continue one prompt piece by piece; joined, the pieces are what `generate` returns.
-
-        A piece is yielded once no later token can change it. Arguments and errors as in `generate`.
-        """
-        if not isinstance(prompt, str):
-            raise TypeError(f"prompt must be a string, not {type(prompt).__name__}")
-        options = options or SamplingOptions()
-        [ids] = self.encode([prompt])
-        return self._stream(ids, options)  # warnings come before the first piece
-
-    def _stream(self, ids: list[int], options: SamplingOptions) -> Iterator[str]:
-        eos, decode = self.tokenizer.eos_id, self.tokenizer.decode
-        line = self._lines(ids)[-1]  # the last line so far; spaces and quotation marks depend on the tokens before
-        yielded = len(decode(line))  # characters of the line
-        streams = random_streams([ids], options.seed)
-        for [(_, token)] in sample(self.model, [ids], options, self.context, streams, self.tokenizer.unk_id):
-            if token == eos:
-                rest = decode(line)[yielded:]
-                line, yielded = [], 0
-                if options.stop_at_eos:
-                    if rest:
-                        yield rest
-                    return
-                yield f"{rest}\n"
-                continue
-            line.append(token)
-            text = decode(line)
-            end = len(text.rstrip(_INCOMPLETE))
-            if end > yielded:
-                yield text[yielded:end]
-                yielded = end
-        if rest := decode(line)[yielded:]:
-            yield rest
-
-    def unknown_words(self, prompt: str) -> list[str]:
-        """Return the words of a prompt that the tokenizer does not know; the model reads the unknown token."""
-        unk = self.tokenizer.unk_id
-        if isinstance(self.tokenizer, WordTokenizer):
-            words = self.tokenizer.split(prompt)
-            unknown = [w for w, i in zip(words, self.tokenizer.encode(prompt), strict=True) if i == unk and w != UNK]
-        else:
-            words = prompt.split()
-            unknown = [w for w, ids in zip(words, self.tokenizer.encode_batch(words), strict=True) if unk in ids]
-        return list(dict.fromkeys(unknown))
-
     def encode(self, prompts: Sequence[str]) -> list[list[int]]:
         """Encode prompts as ids that begin with first_id; warn of unknown words and of too long prompts."""
-        unknown = list(dict.fromkeys(word for prompt in prompts for word in self.unknown_words(prompt)))
-        if unknown:
-            more = f" and {len(unknown) - _LISTED} more" if len(unknown) > _LISTED else ""
-            logger.warning("the model does not know these words: %s%s", ", ".join(unknown[:_LISTED]), more)
-        read = []
+        encoded = []
         for prompt in prompts:
             lines = self.tokenizer.encode_batch(prompt.split("\n"))
-            read.append(
+            encoded.append(
                 [i for n, line in enumerate(lines) for i in (self.tokenizer.eos_id if n else self.first_id, *line)]
             )
-        long = sum(len(ids) > self.context for ids in read)
+        unknown = sum(ids.count(self.tokenizer.unk_id) for ids in encoded)
+        if unknown:
+            logger.warning("the model does not know %d words or characters of the prompts", unknown)
+        long = sum(len(ids) > self.context for ids in encoded)
         if long:
             logger.warning(
                 "%d of %d prompts are longer than the context: the last %d tokens are read",
                 *(long, len(prompts), self.context),
             )
-        return read
+        return encoded
 
     def _text(self, prompt: list[int], ids: list[int]) -> str:
-        before, whole = ("\n".join(map(self.tokenizer.decode, self._lines(each))) for each in (prompt, [*prompt, *ids]))
+        """Decode the ids that follow a prompt; spaces and quotation marks depend on the tokens before."""
+        before, whole = (self._decode(each[1:]) for each in (prompt, [*prompt, *ids]))
         return whole[len(before) :]
 
-    def _lines(self, ids: list[int]) -> list[list[int]]:
-        """Split ids at each eos, without the first id."""
-        lines: list[list[int]] = [[]]
-        for i in ids[1:]:
-            if i == self.tokenizer.eos_id:
-                lines.append([])
-            else:
-                lines[-1].append(i)
-        return lines
+    def _decode(self, ids: Sequence[int]) -> str:
+        """Decode ids line by line: eos ends a line."""
+        ends = [i for i, token in enumerate(ids) if token == self.tokenizer.eos_id]
+        starts = [0, *(i + 1 for i in ends)]
+        return "\n".join(self.tokenizer.decode(ids[i:end]) for i, end in zip(starts, [*ends, len(ids)], strict=True))
 
 
 def attend_text(generator: TextGenerator, text: str) -> AttentionMaps:

@@ -12,10 +12,9 @@ import torch
 pytest.importorskip("typer", reason="the command line needs the extra `apps`")
 
 from fastformer.apps.text import WordTokenizer
-from fastformer.apps.train import CheckpointFolder, TrainConfig
 from fastformer.apps.translation.model import TranslationConfig, TranslationModel
-from fastformer.apps.translation.run import APPLICATION as TRANSLATION
 from tests.support.command_line import fastformer
+from tests.support.run_folders import save_run
 
 WORDS = ["<unk>", "<pad>", "<bos>", "<eos>", "a", "b\r\nc"]
 
@@ -31,8 +30,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     model = TranslationModel(settings)
     with torch.no_grad():
         model.output.bias[5] = 50.0
-    CheckpointFolder(folder / "run" / "checkpoints").save(1, model.state_dict(), {}, settings)
-    TRANSLATION.complete(folder / "run", settings, (tokenizer, tokenizer), {"max_length": 9}, TrainConfig(steps=1))
+    save_run(folder / "run", model, tokenizer, tokenizer, max_length=9)
     (folder / "source").write_text("a\na a\n")
     return folder
 

@@ -11,16 +11,13 @@ import torch
 pytest.importorskip("typer", reason="the command line needs the extra `apps`")
 
 from fastformer.apps.classification.model import ClassifierConfig, SequenceClassifier
-from fastformer.apps.classification.run import APPLICATION as CLASSIFICATION
 from fastformer.apps.cli.console import input_batches, put_lines
 from fastformer.apps.language.model import LanguageConfig, LanguageModel
-from fastformer.apps.language.run import APPLICATION as LANGUAGE
 from fastformer.apps.text import TextError, WordTokenizer
-from fastformer.apps.train import CheckpointFolder, TrainConfig
 from fastformer.apps.translation.model import TranslationConfig, TranslationModel
-from fastformer.apps.translation.run import APPLICATION as TRANSLATION
 from tests.apps.runs.test_run_lock import ENVIRONMENT
 from tests.support.command_line import fastformer
+from tests.support.run_folders import save_run
 
 LINES = [" ".join(f"w{(i * k) % 7}" for k in range(1, 2 + i % 5)) for i in range(40)]
 WORDS = ("--max-length", "4", "--beam", "2")
@@ -42,14 +39,9 @@ def runs(tmp_path_factory):
     translation = TranslationConfig(tokenizer.size, tokenizer.size, encoder_layers=1, decoder_layers=1, **sizes)
     language = LanguageConfig(tokenizer.size, layers=1, **sizes)
     classifier = ClassifierConfig(tokenizer.size, classes=3, layers=1, **sizes)
-    for name, application, model, tokenizers, data in (
-        ("translation", TRANSLATION, TranslationModel(translation), (tokenizer, tokenizer), {"max_length": 9}),
-        ("language", LANGUAGE, LanguageModel(language), (tokenizer,), {"context": 9}),
-        ("classifier", CLASSIFICATION, SequenceClassifier(classifier), (tokenizer,),
-         {"labels": ("x", "y", "z"), "max_length": 9}),
-    ):  # fmt: skip
-        CheckpointFolder(folder / name / "checkpoints").save(1, model.state_dict(), {}, model.config)
-        application.complete(folder / name, model.config, tokenizers, data, TrainConfig(steps=1))
+    save_run(folder / "translation", TranslationModel(translation), tokenizer, tokenizer, max_length=9)
+    save_run(folder / "language", LanguageModel(language), tokenizer, context=9)
+    save_run(folder / "classifier", SequenceClassifier(classifier), tokenizer, labels=("x", "y", "z"), max_length=9)
     (folder / "lines").write_text("".join(f"{line}\n" for line in LINES))
     return folder
 

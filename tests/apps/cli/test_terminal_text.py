@@ -10,11 +10,11 @@ import torch
 pytest.importorskip("typer", reason="the command line needs the extra `apps`")
 
 from fastformer.apps.text import WordTokenizer
-from fastformer.apps.train import CheckpointFolder, TrainConfig
+from fastformer.apps.train import TrainConfig
 from fastformer.apps.translation.model import TranslationConfig, TranslationModel
-from fastformer.apps.translation.run import APPLICATION as TRANSLATION
 from fastformer.apps.translation.run import DataConfig, TranslationRun
 from tests.support.command_line import fastformer
+from tests.support.run_folders import save_run
 
 EVIL = "\x1b]0;owned\x07\x1b[2J\x9b31m"
 
@@ -28,8 +28,7 @@ def evil(tmp_path: Path) -> Path:
     model = TranslationModel(settings)
     with torch.no_grad():
         model.output.bias[tokenizer.encode(EVIL)[0]] = 50.0
-    CheckpointFolder(tmp_path / "run" / "checkpoints").save(1, model.state_dict(), {}, settings)
-    TRANSLATION.complete(tmp_path / "run", settings, (tokenizer, tokenizer), {"max_length": 9}, TrainConfig(steps=1))
+    save_run(tmp_path / "run", model, tokenizer, tokenizer, max_length=9)
     return tmp_path
 
 

@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from fastformer.apps.language.sampling import SamplingOptions, choose_ids, random_streams, sample
+from fastformer.apps.language.sampling import RandomStreams, SamplingOptions, choose_ids, sample
 from tests.support.language_task import random_model
 
 UNK, PAD, BOS, EOS = range(4)
@@ -158,7 +158,7 @@ def test_scores_that_are_no_numbers(value):
 
 def test_streams_depend_on_seed_prompt_and_copy_alone():
     def numbers(prompts, seed):
-        return [tuple(stream.random(4)) for stream in random_streams(prompts, seed)]
+        return [tuple(stream.random(4)) for stream in RandomStreams(seed).take(prompts)]
 
     a, b, again = numbers([[2, 5], [2, 6], [2, 5]], 3)
     assert len({a, b, again}) == 3
@@ -172,7 +172,7 @@ def test_streams_depend_on_seed_prompt_and_copy_alone():
 def texts(model, prompts, options, context=6, **arguments):
     """Ids that follow each prompt."""
     found = [[] for _ in prompts]
-    for step in sample(model, prompts, options, context, random_streams(prompts, options.seed), **arguments):
+    for step in sample(model, prompts, options, context, RandomStreams(options.seed).take(prompts), **arguments):
         for row, token in step:
             found[row].append(token)
     return found

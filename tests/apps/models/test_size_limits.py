@@ -19,6 +19,7 @@ from fastformer.apps.train import CheckpointError, CheckpointFolder, TrainConfig
 from fastformer.apps.translation.model import TranslationConfig, TranslationModel
 from fastformer.apps.translation.run import APPLICATION as TRANSLATION
 from fastformer.apps.translation.run import DataConfig, TranslationRun, load_translator
+from tests.support.run_folders import save_run
 from tests.support.train_task import config as train_config
 from tests.support.train_task import trainer
 
@@ -47,10 +48,7 @@ def test_a_model_beyond_the_memory_is_refused_before_data_is_read(tmp_path: Path
 def run_folder(folder: Path) -> TranslationConfig:
     tokenizer = WordTokenizer.from_lines(["a b c d e f"])
     config = TranslationConfig(tokenizer.size, tokenizer.size, **LAYERS, **SMALL)
-    model = TranslationModel(config)
-    CheckpointFolder(folder / "checkpoints").save(1, model.state_dict(), {}, config)
-    made = trainer(folder, train_config(), model=model, architecture=config)
-    TRANSLATION.complete(made.folder, config, (tokenizer, tokenizer), {"max_length": 9}, made.config)
+    save_run(folder, TranslationModel(config), tokenizer, tokenizer, max_length=9)
     load_translator(folder)
     return config
 

@@ -2,16 +2,15 @@
 
 import pytest
 import torch
-from torch import nn
 
 import fastformer
 from fastformer.apps.text import EncodedPairs, Sequences, SpecialIds, collate
 from fastformer.apps.translation.model import TranslationConfig, TranslationModel, translation_loss
 from fastformer.apps.translation.search import SearchOptions, beam_search, greedy_search
-from tests.support.closeness import assert_close, gradients
-from tests.support.fused_module import check
-from tests.support.fused_op import DEVICE
+from tests.support.closeness import assert_close, gradients, random
+from tests.support.fused_op import DEVICE, assert_module_as_accurate_as_reference
 from tests.support.gpu import MARKS
+from tests.support.masks import ahead, right
 from tests.support.translation_task import config, reverse_batch
 
 pytestmark = MARKS
@@ -66,28 +65,17 @@ DTYPES = [torch.float32, torch.float16, torch.bfloat16]
 B, T, S, D, H, FF = 3, 130, 270, 512, 8, 2048  # of no tile a multiple
 
 
-def right_padding(lengths: list[int], longest: int) -> torch.Tensor:
-    return torch.arange(longest) >= torch.tensor(lengths)[:, None]
-
-
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("norm_first", [False, True])
-@pytest.mark.parametrize("kind", ["TransformerEncoderLayer", "TransformerDecoderLayer"])
-def test_layers_are_as_accurate_as_torchs(kind, norm_first, dtype, slow_path):
+@pytest.mark.parametrize("kind", ["Encoder", "Decoder"])
+def test_layers_are_as_accurate_as_the_reference(kind, norm_first, dtype):
     options = {"dim_feedforward": FF, "dropout": 0.0, "activation": "gelu", "batch_first": True}
-    ours, theirs = (getattr(library, kind)(D, H, norm_first=norm_first, **options) for library in (fastformer, nn))
-    tokens = torch.randn(B, T, D, dtype=torch.float64)
-    padding, memory_padding = right_padding([T, 5, 1], T), right_padding([S, 70, 2], S)
-    if kind == "TransformerEncoderLayer":
-        inputs = {"src": tokens, "src_key_padding_mask": padding}
-    else:
-        inputs = {
-            "tgt": tokens,
-            "memory": torch.randn(B, S, D, dtype=torch.float64),
-            "tgt_mask": torch.ones(T, T, dtype=torch.bool).triu(1),
-            "memory_key_padding_mask": memory_padding,
-        }
-    check(ours, theirs, dtype, inputs)
+    layer = getattr(fastformer, f"Transformer{kind}Layer")(D, H, norm_first=norm_first, **options)
+    inputs, masks = [random(B, T, D)], {"src_key_padding_mask": right([T, 5, 1], T)}
+    if kind == "Decoder":
+        inputs.append(random(B, S, D))
+        masks = {"tgt_mask": ahead(T), "memory_key_padding_mask": right([S, 70, 2], S)}
+    assert_module_as_accurate_as_reference(layer, inputs, dtype, **masks)
 
 
 def loss_curve(backend: str, dtype: torch.dtype, autocast: bool = False) -> list[float]:

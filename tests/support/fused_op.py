@@ -12,6 +12,7 @@ import os
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from typing import Any
 
 import pytest
 import torch
@@ -19,6 +20,7 @@ from torch import Tensor, nn
 
 import fastformer
 from fastformer.functional import choice
+from fastformer.packing import Layout
 from tests.support.closeness import gradients
 from tests.support.interpreter import replace_once_a_launch
 from tests.support.noise import DEVIATIONS, noise
@@ -112,10 +114,42 @@ def assert_as_accurate_as_reference(
 
 
 def assert_model_as_accurate_as_reference(model: nn.Module, results: Callable[[nn.Module], Sequence[Tensor]]) -> None:
-    """Hold a model in fp32 to the rule, with results that are computed from a model; not those of dropout."""
+    """Hold a model in its dtype to the rule, with results that are computed from a model; not those of dropout."""
     wide = copy.deepcopy(model).double()
     with fastformer.backend("reference"):
         exact, plain = results(wide), results(model)
-        noises = noise(lambda: results(wide), exact, torch.float32)
+        noises = noise(lambda: results(wide), exact, next(model.parameters()).dtype)
     with fastformer.backend("triton"):
         compare(results(model), plain, exact, noises)
+
+
+def assert_module_as_accurate_as_reference(
+    module: nn.Module,
+    args: Sequence[Any],
+    dtype: torch.dtype = torch.float32,
+    method: str = "forward",
+    **kwargs: Any,
+) -> None:
+    """Hold a call of a module to the rule: outputs, and gradients of inputs, of masks and of parameters.
+
+    Args:
+        module: whose parameters are cast to dtype.
+        args: of the call; floating-point tensors are cast to dtype, too.
+        dtype: of the kernels' inputs.
+        method: what is called.
+        **kwargs: of the call, cast like args.
+    """
+
+    def results(model: nn.Module) -> list[Tensor]:
+        wanted, leaves = next(model.parameters()).dtype, dict[int, Tensor]()
+
+        def cast(x: Any) -> Any:
+            if isinstance(x, Tensor) and x.is_floating_point():
+                return leaves.setdefault(id(x), x.detach().to(DEVICE, wanted).requires_grad_())
+            return x.to(DEVICE) if isinstance(x, Tensor | Layout) else x
+
+        found = getattr(model, method)(*map(cast, args), **{name: cast(x) for name, x in kwargs.items()})
+        outputs = [x for x in (found if isinstance(found, tuple) else (found,)) if x is not None]
+        return [*outputs, *gradients(outputs, [*leaves.values(), *model.parameters()])]
+
+    assert_model_as_accurate_as_reference(module.to(DEVICE, dtype), results)

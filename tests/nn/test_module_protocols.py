@@ -141,19 +141,6 @@ def of_squares(out: Tensor, module: nn.Module) -> tuple[Tensor, ...]:
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_functional_gradients(name):
-    """torch.func.grad is autograd, of the parameters."""
-    case = CASES[name]
-    module, _ = case.pair(dtype=torch.float64)
-    args, kwargs = case.inputs(B, L, torch.float64)
-    parameters = {key: p.detach() for key, p in module.named_parameters()}
-    function = as_function(case, module)
-    found = torch.func.grad(lambda p: function(p, *args, **kwargs).pow(2).sum())(parameters)
-    wanted = of_squares(case.run(case.function(module), (args, kwargs)), module)
-    assert_close([found[key] for key in parameters], wanted)
-
-
-@pytest.mark.parametrize("name", CASES)
 def test_an_ensemble_by_vmap(name):
     """Many models of one form at once, and the gradients of each."""
     case = CASES[name]

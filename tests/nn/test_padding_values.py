@@ -10,11 +10,9 @@ from torch import Tensor
 
 import fastformer
 from fastformer import MultiheadAttention
-from fastformer.apps.translation.state import DecoderState
 from fastformer.functional import attention, attention_with_weights
 from tests.support.closeness import gradients
 from tests.support.fused_op import DEVICE, needs_kernels
-from tests.support.translation_task import random_model
 
 # NumPy's, in the interpreter.
 pytestmark = [pytest.mark.filterwarnings(f"ignore:{kind} encountered") for kind in ("invalid value", "overflow")]
@@ -148,22 +146,14 @@ def test_a_stack_that_runs_padded(way: str, kind: str, additive: bool) -> None:
     agree(results)
 
 
-@pytest.mark.slow
-def test_a_decoders_cache(fillings: tuple[float, ...]) -> None:
-    """The keys and values of shorter sources, beyond their ends: zeros, so that the reference need not look at them."""
-    if fastformer.get_backend() == "reference":
-        fillings = (0.0, 7.0, -1e4)
-    model = random_model(encoder_layers=1, decoder_layers=1).eval().to(DEVICE)
-    lengths = torch.tensor([3, 1, 4], device=DEVICE)
+def test_memory_in_a_cache(fillings: tuple[float, ...]) -> None:
+    """Outputs of steps and chunks, of a decoder whose cache was made of a padded memory."""
+    layer = fastformer.TransformerDecoderLayer(K, 2, 24, batch_first=True, dropout=0.0)
+    stack = fastformer.TransformerDecoder(layer, 1).to(DEVICE).eval()
+    memory, tokens = torch.randn(B, S, K), torch.randn(B, 3, K, device=DEVICE)
     results = []
     for filling in fillings:
-        with torch.inference_mode():
-            state = DecoderState(model, torch.arange(12, device=DEVICE).view(3, 4), lengths)
-            hidden = (torch.arange(4, device=DEVICE) >= lengths[:, None])[:, None, :, None]
-            for kept in state.cache.layers:
-                assert kept.memory is not None
-                for x in kept.memory:
-                    assert not x.masked_select(hidden).any()
-                    x.masked_fill_(hidden, filling)
-            results.append([state.step(torch.tensor([i, i, i], device=DEVICE)) for i in (2, 5)[: len(fillings) - 1]])
+        given = memory.masked_fill(~HOLES[..., None], filling).to(DEVICE)
+        cache = stack.new_cache(given, ~HOLES.to(DEVICE))
+        results.append([stack.step(x, cache) for x in tokens.split([2, 1], 1)])
     agree(results)

@@ -115,12 +115,6 @@ def test_a_layout_says_where_each_token_lies_and_packing_moves_each_once(name, b
     assert_close(pack(wider if batch_first else wider.transpose(0, 1), same, batch_first), tokens)
 
 
-def test_numbers_need_no_default_device():
-    with torch.device("meta"):
-        layout = Layout.from_lengths([2, 1])
-    assert layout.offsets.tolist() == [0, 2, 3]
-
-
 def test_lengths_in_a_wider_batch():
     layout = Layout.from_lengths([2, 1], columns=4)
     assert (layout.columns, layout.max_length) == (4, 2)
@@ -241,13 +235,6 @@ def test_one_graph_packs_and_unpacks_whatever_a_layout_remembers():
         for _ in range(2):
             assert_same(compiled(x, layout), 2 * x * layout.mask()[:, :, None], [x])
     assert len(graphs) == 1
-
-
-def test_ids_are_packed_and_padded_with_zeros():
-    layout = Layout.from_lengths([2, 1])
-    ids = pack(torch.tensor([[5, 6, 9], [7, 9, 9]]), layout)
-    assert ids.tolist() == [5, 6, 7]
-    assert unpack(ids, layout).tolist() == [[5, 6], [7, 0]]
 
 
 @pytest.mark.parametrize("lengths", [[3, 1], [0, 2], [2, 2]])

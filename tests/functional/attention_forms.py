@@ -1,6 +1,8 @@
 """What attention is compared with, a loop over queries, and the forms in which it is called."""
 
 import math
+from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -91,101 +93,78 @@ def sinks(heads: int = H) -> Tensor:
     return torch.randn(heads, dtype=torch.float64)
 
 
+def form(**rules: Any) -> Callable[[], dict[str, Any]]:
+    """Make the rules of a call anew each time: tensors of lists, and what functions draw."""
+    tensors = {name: torch.tensor(x) for name, x in rules.items() if isinstance(x, list)}
+    return lambda: {name: tensors.get(name, x() if callable(x) else x) for name, x in rules.items()}
+
+
 FORMS = {
-    "plain": lambda: {},
-    "scale": lambda: {"scale": 0.3},
-    "causal": lambda: {"causal": True},
-    "causal bottom_right": lambda: {"causal": True, "alignment": "bottom_right"},
-    "key_lengths": lambda: {"key_lengths": torch.tensor([7, 0, 3])},
-    "query_lengths": lambda: {"query_lengths": torch.tensor([2, 5, 0])},
-    "both lengths": lambda: {"query_lengths": torch.tensor([2, 5, 0]), "key_lengths": torch.tensor([7, 1, 3])},
-    "causal with lengths": lambda: {"causal": True, "key_lengths": torch.tensor([2, 7, 0])},
+    "plain": form(),
+    "scale": form(scale=0.3),
+    "causal": form(causal=True),
+    "causal bottom_right": form(causal=True, alignment="bottom_right"),
+    "key_lengths": form(key_lengths=[7, 0, 3]),
+    "query_lengths": form(query_lengths=[2, 5, 0]),
+    "both lengths": form(query_lengths=[2, 5, 0], key_lengths=[7, 1, 3]),
+    "causal with lengths": form(causal=True, key_lengths=[2, 7, 0]),
     # The second sequence has fewer keys than queries: its first queries may attend to nothing.
-    "causal bottom_right with lengths": lambda: {
-        "causal": True,
-        "alignment": "bottom_right",
-        "query_lengths": torch.tensor([3, 5, 2]),
-        "key_lengths": torch.tensor([7, 2, 2]),
-    },
-    "key_mask": lambda: {
-        "key_mask": torch.tensor([[0, 0, 1, 1, 1, 1, 1], [0, 0, 0, 0, 0, 0, 0], [1, 0, 1, 0, 1, 0, 1]]).bool()
-    },
-    "bool [T, S]": lambda: {"mask": boolean(T, S)},
-    "bool [S]": lambda: {"mask": torch.rand(S) < 0.6},
-    "bool [B, 1, T, S]": lambda: {"mask": boolean(B, 1, T, S)},
-    "additive [H, T, S]": lambda: {"mask": additive(H, T, S)},
-    "additive [B, H, T, S], dead row": lambda: {"mask": additive(B, H, T, S, dead=True)},
-    "additive []": lambda: {"mask": torch.tensor(0.5, dtype=torch.float64)},
-    "additive [T, 1]": lambda: {"mask": torch.randn(T, 1, dtype=torch.float64)},
-    "window": lambda: {"window": (1, 2)},
-    "window of one key": lambda: {"window": (0, 0), "alignment": "bottom_right"},
-    "window, no limit on the left": lambda: {"window": (None, 1)},
-    "window, no limit on the right": lambda: {"window": (1, None), "alignment": "bottom_right"},
-    "window that limits nothing": lambda: {"window": (None, None)},
-    "window beyond all keys": lambda: {"window": (10**30, 7), "alignment": "bottom_right"},
+    "causal bottom_right with lengths": form(
+        causal=True, alignment="bottom_right", query_lengths=[3, 5, 2], key_lengths=[7, 2, 2]
+    ),
+    "key_mask": form(key_mask=lambda: torch.arange(S) % torch.tensor([[9], [1], [2]]) > 0),
+    "bool [T, S]": form(mask=lambda: boolean(T, S)),
+    "bool [S]": form(mask=lambda: torch.rand(S) < 0.6),
+    "bool [B, 1, T, S]": form(mask=lambda: boolean(B, 1, T, S)),
+    "additive [H, T, S]": form(mask=lambda: additive(H, T, S)),
+    "additive [B, H, T, S], dead row": form(mask=lambda: additive(B, H, T, S, dead=True)),
+    "additive []": form(mask=lambda: torch.tensor(0.5, dtype=torch.float64)),
+    "additive [T, 1]": form(mask=lambda: torch.randn(T, 1, dtype=torch.float64)),
+    "window": form(window=(1, 2)),
+    "window of one key": form(window=(0, 0), alignment="bottom_right"),
+    "window, no limit on the left": form(window=(None, 1)),
+    "window, no limit on the right": form(window=(1, None), alignment="bottom_right"),
+    "window that limits nothing": form(window=(None, None)),
+    "window beyond all keys": form(window=(10**30, 7), alignment="bottom_right"),
     # One less on either side than what limits nothing.
-    "window that just limits, bottom_right": lambda: {
-        "window": (5, 3),
-        "alignment": "bottom_right",
-        "query_lengths": torch.tensor([5, 5, 2]),
-        "key_lengths": torch.tensor([7, 2, 7]),
-    },
-    "causal window": lambda: {"window": (2, 3), "causal": True},
-    "causal window, no limit on the left": lambda: {"window": (None, 3), "causal": True},
+    "window that just limits, bottom_right": form(
+        window=(5, 3), alignment="bottom_right", query_lengths=[5, 5, 2], key_lengths=[7, 2, 7]
+    ),
+    "causal window": form(window=(2, 3), causal=True),
+    "causal window, no limit on the left": form(window=(None, 3), causal=True),
     # The first sequence has queries whose window lies before its first key, the third none at all.
-    "window with lengths": lambda: {
-        "window": (1, 0),
-        "alignment": "bottom_right",
-        "query_lengths": torch.tensor([5, 2, 4]),
-        "key_lengths": torch.tensor([2, 7, 0]),
-    },
-    "window top_left beyond the keys": lambda: {"window": (1, 1), "key_lengths": torch.tensor([1, 7, 3])},
-    "softcap": lambda: {"softcap": 0.8},
-    "softcap, additive, dead row": lambda: {"softcap": 0.8, "mask": additive(H, T, S, dead=True), "scale": 2.0},
-    "softcap, causal, no keys": lambda: {"softcap": 2, "causal": True, "key_lengths": torch.tensor([7, 0, 3])},
-    "distance_bias": lambda: {"distance_bias": by_distance()},
-    "distance_bias, bottom_right": lambda: {"distance_bias": by_distance(9), "alignment": "bottom_right"},
-    "distance_bias, causal, lengths of keys": lambda: {
-        "distance_bias": by_distance(),
-        "causal": True,
-        "key_lengths": torch.tensor([7, 0, 3]),
-    },
-    "distance_bias to the last key of each": lambda: {
-        "distance_bias": by_distance(8),
-        "alignment": "bottom_right",
-        "query_lengths": torch.tensor([5, 0, 2]),
-        "key_lengths": torch.tensor([7, 7, 3]),
-    },
-    "distance_bias, bool": lambda: {"distance_bias": by_distance(), "mask": boolean(B, 1, T, S)},
-    "distance_bias, additive, dead row": lambda: {"distance_bias": by_distance(), "mask": additive(H, T, S, dead=True)},
-    "distance_bias that hides": lambda: {"distance_bias": by_distance().index_fill(1, torch.arange(7, 13), -INF)},
-    "sinks": lambda: {"sinks": sinks()},
-    "sinks, causal, no keys": lambda: {"sinks": sinks(), "causal": True, "key_lengths": torch.tensor([7, 0, 3])},
-    "sinks, window, dead row": lambda: {"sinks": sinks(), "window": (1, 0), "mask": boolean(T, S)},
-    "everything by distance": lambda: {
-        "mask": additive(B, 1, T, S, dead=True),
-        "causal": True,
-        "alignment": "bottom_right",
-        "query_lengths": torch.tensor([5, 4, 5]),
-        "key_lengths": torch.tensor([7, 6, 3]),
-        "key_mask": torch.rand(B, S) < 0.7,
-        "window": (3, 1),
-        "softcap": 1.5,
-        "distance_bias": by_distance(),
-        "sinks": sinks(),
-    },
-    "everything": lambda: {
-        "mask": additive(B, 1, T, S, dead=True),
-        "causal": True,
-        "alignment": "bottom_right",
-        "query_lengths": torch.tensor([5, 4, 5]),
-        "key_lengths": torch.tensor([7, 6, 3]),
-        "key_mask": torch.rand(B, S) < 0.7,
-        "window": (3, 1),
-        "softcap": 1.5,
-        "scale": 0.7,
-    },
+    "window with lengths": form(
+        window=(1, 0), alignment="bottom_right", query_lengths=[5, 2, 4], key_lengths=[2, 7, 0]
+    ),
+    "window top_left beyond the keys": form(window=(1, 1), key_lengths=[1, 7, 3]),
+    "softcap": form(softcap=0.8),
+    "softcap, additive, dead row": form(softcap=0.8, mask=lambda: additive(H, T, S, dead=True), scale=2.0),
+    "softcap, causal, no keys": form(softcap=2, causal=True, key_lengths=[7, 0, 3]),
+    "distance_bias": form(distance_bias=by_distance),
+    "distance_bias, bottom_right": form(distance_bias=lambda: by_distance(9), alignment="bottom_right"),
+    "distance_bias, causal, lengths of keys": form(distance_bias=by_distance, causal=True, key_lengths=[7, 0, 3]),
+    "distance_bias to the last key of each": form(
+        distance_bias=lambda: by_distance(8), alignment="bottom_right", query_lengths=[5, 0, 2], key_lengths=[7, 7, 3]
+    ),
+    "distance_bias, bool": form(distance_bias=by_distance, mask=lambda: boolean(B, 1, T, S)),
+    "distance_bias, additive, dead row": form(distance_bias=by_distance, mask=lambda: additive(H, T, S, dead=True)),
+    "distance_bias that hides": form(distance_bias=lambda: by_distance().index_fill(1, torch.arange(7, 13), -INF)),
+    "sinks": form(sinks=sinks),
+    "sinks, causal, no keys": form(sinks=sinks, causal=True, key_lengths=[7, 0, 3]),
+    "sinks, window, dead row": form(sinks=sinks, window=(1, 0), mask=lambda: boolean(T, S)),
 }
+EVERYTHING: dict[str, Any] = {
+    "mask": lambda: additive(B, 1, T, S, dead=True),
+    "causal": True,
+    "alignment": "bottom_right",
+    "query_lengths": [5, 4, 5],
+    "key_lengths": [7, 6, 3],
+    "key_mask": lambda: torch.rand(B, S) < 0.7,
+    "window": (3, 1),
+    "softcap": 1.5,
+}
+FORMS["everything by distance"] = form(**EVERYTHING, distance_bias=by_distance, sinks=sinks)
+FORMS["everything"] = form(**EVERYTHING, scale=0.7)
 
 
 def cast(arguments: dict, dtype: torch.dtype) -> dict:

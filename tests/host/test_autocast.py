@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
 
 import fastformer
 from fastformer.apps.train import Processes, TrainConfig
@@ -75,22 +74,6 @@ def test_compilers_and_several_processes_cast_on_their_own(changes, processes, m
     monkeypatch.setattr("fastformer.apps.train.update.wrap", lambda step, *_: step)
     config = TrainConfig(steps=1, precision="bf16", **changes)
     assert Update(random_model(), LOSS, config, Processes(0, processes))._cast == []
-
-
-def test_what_is_used_twice_adds_up_as_in_autocast():
-    weight = torch.randn(4, 4, device=DEVICE, requires_grad=True)
-    x = torch.randn(5, 4, device=DEVICE)
-
-    def twice(cast):
-        weight.grad = None
-        F.linear(F.linear(x, cast(weight)), cast(weight)).sum().backward()
-        return weight.grad
-
-    with autocast():
-        expected = twice(lambda w: w)
-        with cast_together([weight], BF16):
-            found = twice(in_autocast)
-    assert torch.equal(found, expected)
 
 
 def clamp(module, given):

@@ -106,24 +106,12 @@ def test_all_on_meta_goes_on_working(op, backend):
         assert a.is_nested or a.shape == b.shape
 
 
-def test_lengths_may_stay_on_the_cpu():
-    q = dense.to("meta")
-    with fastformer.backend("reference"):
-        out = functional.attention(q, q, q, query_lengths=torch.tensor([T]), key_lengths=torch.tensor([T]))
-    assert out.is_meta
-
-
 def test_fake_tensors_have_the_devices_that_they_stand_for():
     with FakeTensorMode(allow_non_fake_inputs=True), fastformer.backend("reference"):
         a, w = torch.empty(T, D, device="cuda:0"), torch.empty(D, device="cuda:1")
         with pytest.raises(DeviceError, match=r"^weight is on cuda:1, x on cuda:0: all must be on one device$"):
             functional.layer_norm(a, D, w)
         assert functional.layer_norm(a, D, w.to("cuda:0")).device == a.device
-
-
-def test_a_layout_lies_on_one_device():
-    with pytest.raises(DeviceError, match=r"^slots is on meta, offsets on cpu"):
-        Layout.in_place(layout.offsets, layout.positions, layout.slots.to("meta"), 3)
 
 
 def test_a_default_device_is_not_that_of_tensors(backend):

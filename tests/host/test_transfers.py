@@ -3,8 +3,6 @@
 Here "meta" is the device: the transfers are counted as the operations that have another device behind them.
 """
 
-import copy
-import pickle
 from functools import partial
 
 import pytest
@@ -129,8 +127,7 @@ def test_the_loss_and_its_gradients_are_the_same_after_the_transfer(case, staged
     assert torch.equal(found, expected)
     for a, b in zip(torch.autograd.grad(found, list(model.parameters())), wanted, strict=True):
         assert torch.equal(a, b)
-    for other in (moved.to("cpu"), copy.deepcopy(moved), pickle.loads(pickle.dumps(moved))):
-        assert torch.equal(loss(model, other), expected)
+    assert torch.equal(loss(model, moved.to("cpu")), expected)
 
 
 def test_values_shapes_and_dtypes_arrive(staged):
@@ -145,16 +142,6 @@ def test_values_shapes_and_dtypes_arrive(staged):
     assert len({x.untyped_storage().data_ptr() for x in found}) == 1
     start = found[0].untyped_storage().data_ptr()
     assert not any((x.data_ptr() - start) % 128 for x in found if x.numel())  # kernels like them so
-
-
-def test_on_a_cpu_nothing_changes(case):
-    _, batch, _ = case
-    moved = batch.to("cpu")
-    assert moved.layouts == ()
-    for name, value in vars(batch).items():
-        assert getattr(moved, name) is value
-    layout = Layout.from_lengths([2, 1])
-    assert send("cpu", *layout.tensors)[0] is layout.offsets
 
 
 class TestOnAGpu:

@@ -179,16 +179,6 @@ def test_ways_to_say_the_same():
     assert torch.equal(attention(q, k, v, causal=True, alignment="bottom_right", **narrow), expected)
 
 
-def test_a_step_of_decoding_is_the_last_row():
-    q, k, v = random(2, 2, 6, 4), random(2, 2, 6, 4), random(2, 2, 6, 4)
-    rules = {"distance_bias": by_distance(9, 2), "sinks": sinks(2), "causal": True}
-    whole = attention(q, k, v, **rules)
-    assert_close(attention(q[:, :, 4:], k, v, alignment="bottom_right", **rules), whole[:, :, 4:])
-    lengths = {"key_lengths": torch.tensor([3, 6])}
-    step = attention(torch.stack([q[0, :, 2:3], q[1, :, 5:]]), k, v, alignment="bottom_right", **rules, **lengths)
-    assert_close(step, torch.stack([whole[0, :, 2:3], whole[1, :, 5:]]))
-
-
 def test_a_bias_that_is_finite_hides_nothing():
     q, k, ones = (random(B, H, n, 8, dtype=torch.bfloat16) for n in (T, S, S))
     ones = torch.ones_like(ones)
@@ -239,28 +229,6 @@ def test_vmap_and_grad_of_functorch():
     loss = lambda b, s: attention(q, k, k, distance_bias=b, sinks=s).square().sum()  # noqa: E731
     leaves = [x[0].clone().requires_grad_() for x in (bias, sink)]
     assert_close(torch.func.grad(loss, (0, 1))(bias[0], sink[0]), torch.autograd.grad(loss(*leaves), leaves))
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
-@pytest.mark.parametrize("more", ["nothing", *LEARNT])
-@pytest.mark.parametrize("value", [math.nan, math.inf, 0.9, 3e-10], ids=["NaN", "inf", "near the largest", "1e29"])
-def test_whatever_lies_in_padding_reaches_nothing(dtype, more, value):
-    """Nor numbers whose products have no value, of both signs, so that they add up to 0."""
-    inputs = [random(2, 2, 4, 8).to(dtype) for _ in range(3)]
-    lengths, value = torch.tensor([4, 2]), value * torch.finfo(dtype).max
-    learnt = {"distance_bias": random(2, 7).float(), "sinks": random(2).float(), "mask": random(4, 4).to(dtype)}
-    rules = {name: x.detach().requires_grad_() for name, x in learnt.items() if name == more}
-    found = []
-    for filling in (0.0, value):
-        signs = torch.tensor([1.0, -1.0] * 4).to(dtype)
-        leaves = [x.detach().clone() for x in inputs]
-        for x in leaves:
-            x[1, :, 2:] = filling * signs
-        leaves = [*(x.requires_grad_() for x in leaves), *rules.values()]
-        out = attention(*leaves[:3], query_lengths=lengths, key_lengths=lengths, **rules)
-        found.append([out, *gradients(out, leaves)])
-    for clean, dirty in zip(*found, strict=True):
-        assert torch.equal(clean, dirty)
 
 
 def test_dropout_of_the_weights():

@@ -33,15 +33,6 @@ def leaves(*shapes: tuple[int, ...]) -> list[Tensor]:
     return [torch.randn(shape, requires_grad=True) for shape in shapes]
 
 
-def attention_rules() -> dict[str, Tensor]:
-    return {
-        "mask": torch.randn(T, T),
-        "key_mask": torch.rand(B, T) < 0.9,
-        "key_lengths": torch.tensor([T, T - 3]),
-        "query_lengths": torch.tensor([T, T - 1]),
-    }
-
-
 @pytest.mark.parametrize("backend", ["reference", "triton"])
 @pytest.mark.parametrize("changed", [0, 1, 3])
 def test_recomputed_feed_forward_notices_a_change(changed, backend):
@@ -54,23 +45,19 @@ def test_recomputed_feed_forward_notices_a_change(changed, backend):
         out.sum().backward()
 
 
-@pytest.mark.parametrize("changed", ["key_mask", "key_lengths", "query_lengths", "mask"])
-def test_second_derivative_of_the_kernels_notices_a_change(triton_backend, changed):
-    q, k, v = leaves(*[(B, H, T, K)] * 3)
-    rules = attention_rules()
-    out = functional.attention(q, k, v, **rules)
-    rules[changed].zero_()
+@pytest.mark.parametrize("changed", ["key_mask", "key_lengths", "query_lengths", "mask", "target"])
+def test_second_derivatives_of_the_kernels_notice_a_change(triton_backend, changed):
+    if changed == "target":
+        inputs, given = leaves((4, 8), (16, 8)), {"target": torch.tensor([1, 2, 3, 4])}
+        out = functional.linear_cross_entropy(*inputs, **given)
+    else:
+        inputs, lengths = leaves(*[(B, H, T, K)] * 3), {"key_lengths": [T, T - 3], "query_lengths": [T, T - 1]}
+        given = {name: torch.tensor(x) for name, x in lengths.items()}
+        given |= {"mask": torch.randn(T, T), "key_mask": torch.rand(B, T) < 0.9}
+        out = functional.attention(*inputs, **given)
+    given[changed].zero_()
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
-        torch.autograd.grad(out.sum(), q, create_graph=True)
-
-
-def test_second_derivative_of_the_fused_loss_notices_a_change(triton_backend):
-    x, weight = leaves((4, 8), (16, 8))
-    target = torch.tensor([1, 2, 3, 4])
-    loss = functional.linear_cross_entropy(x, weight, target)
-    target.zero_()
-    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
-        torch.autograd.grad(loss, x, create_graph=True)
+        torch.autograd.grad(out.sum(), inputs[0], create_graph=True)
 
 
 @pytest.mark.parametrize("way", ["packed", "padded"])

@@ -13,9 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import fastformer
-from fastformer.apps.models.common import summed_cross_entropy
-from fastformer.apps.translation.model import TranslationConfig, TranslationModel
-from fastformer.apps.translation.search import SearchOptions, beam_search, greedy_search
+from fastformer.functional import linear_cross_entropy
 from fastformer.nn import inference_weights, pack_weights
 from fastformer.nn.inference_weights import PackedWeight
 
@@ -117,6 +115,8 @@ def test_other_operations_see_an_ordinary_parameter() -> None:
     with torch.no_grad():
         torch.testing.assert_close(torch.func.vmap(lambda row: F.linear(row, weight))(x), F.linear(x, plain))
         torch.testing.assert_close(F.linear(x[0], weight), F.linear(x[0], plain))
+        losses = (linear_cross_entropy(x, w, torch.arange(5), label_smoothing=0.1) for w in (weight, plain))
+        torch.testing.assert_close(*losses)
         with torch.autocast("cpu", torch.bfloat16):
             assert F.linear(x, weight).dtype == torch.bfloat16
         with pytest.raises(RuntimeError):
@@ -138,35 +138,6 @@ def test_a_changed_weight_is_packed_anew(change: str) -> None:
         linear.load_state_dict({"weight": new})
     check(linear(x), x, new)
     check(F.linear(x, linear.weight[2:]), x, new[2:])
-
-
-MODERN = {"norm": "rms", "activation": "swiglu", "positions": "rotary", "kv_heads": 1, "bias": False}
-
-
-@torch.no_grad()
-@pytest.mark.parametrize("options", [{}, MODERN, {"embeddings": "shared"}], ids=["classical", "modern", "shared"])
-@pytest.mark.parametrize("blocks", [True, False])
-def test_a_packed_model_writes_the_same(monkeypatch: pytest.MonkeyPatch, options: dict, blocks: bool) -> None:
-    """Encoder, forward, maps, loss, and both kinds of search, with oneDNN, where this machine has it, and without."""
-    monkeypatch.setattr(inference_weights, "_BLOCKS", blocks and inference_weights._BLOCKS)
-    torch.manual_seed(0)
-    sizes = {"d_model": 32, "heads": 2, "encoder_layers": 1, "decoder_layers": 1, "feed_forward": 48}
-    model = TranslationModel(TranslationConfig(40, 40, **sizes, **options)).eval()
-    packed = copy.deepcopy(model)
-    pack_weights(packed)
-    source, lengths = torch.randint(4, 40, (8,)), torch.tensor([5, 3])
-    hidden, expected = (each(source, lengths, source, lengths) for each in (packed, model))
-    torch.testing.assert_close(hidden, expected)
-    losses = (summed_cross_entropy(each.output, expected, source, lengths, 0.1) for each in (packed, model))
-    torch.testing.assert_close(*losses)
-    torch.testing.assert_close(*(each.attention_maps(source[:5], source[:5]) for each in (packed, model)))
-    for search, beam in ((greedy_search, 1), (beam_search, 3)):
-        found, wanted = (search(each, source, lengths, SearchOptions(beam=beam)) for each in (packed, model))
-        for one, other in zip(found, wanted, strict=True):
-            (one,), (other,) = ([each] if beam == 1 else each[:1] for each in (one, other))
-            assert one.ids == other.ids
-    assert type(packed.target_embedding.tokens.weight) is nn.Parameter
-    assert isinstance(packed.output.weight, PackedWeight) == inference_weights._BLOCKS
 
 
 @torch.no_grad()

@@ -134,6 +134,7 @@ def test_custom_stacks_are_called_as_torch_calls_them():
         kind(fastformer.TransformerEncoderLayer(D, H, FF, 0.0, batch_first=first, dtype=torch.float64), 1)
         for kind, first in ((Own, True), (fastformer.TransformerEncoder, False))
     )
+    assert fastformer.Transformer(D, H, custom_encoder=own).encoder is own
     ours.encoder = own
     masks = {"src_key_padding_mask": hidden_source, "tgt_key_padding_mask": hidden}
     expected = torchs.decoder(x, own(memory, None, hidden_source), tgt_key_padding_mask=hidden)

@@ -42,22 +42,6 @@ def test_transformer(settings):
         check(ours, torchs, inputs, **given)
 
 
-def test_transformer_with_custom_stacks():
-    class Encoder(nn.Module):
-        def forward(self, src, mask=None, src_key_padding_mask=None, is_causal=False):
-            return src * 2
-
-    class Decoder(nn.Module):
-        def forward(self, tgt, memory, **masks):
-            return tgt + memory.mean(0)
-
-    module = fastformer.Transformer(D, H, custom_encoder=Encoder(), custom_decoder=Decoder())
-    src, tgt = random(S, B, D), random(T, B, D)
-    assert_close(module(src, tgt), tgt + 2 * src.mean(0))
-    torchs = nn.TransformerEncoder(nn.TransformerEncoderLayer(D, H), 1)
-    assert fastformer.Transformer(D, H, custom_encoder=torchs).encoder is torchs
-
-
 LENGTHS = [([5, 2, 3], [1, 4, 2]), ([3, 3], [2, 2]), ([0, 3], [2, 4]), ([], [])]
 
 

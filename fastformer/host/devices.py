@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from fastformer.modes import compiling
 
+WITHOUT_FP64 = ("mps", "xpu")  # device types: Apple's GPUs have no fp64, nor do some of Intel's
 _ALIGNMENT = 128  # bytes, as torch's own tensors: kernels are compiled for multiples of 16
 
 
@@ -130,6 +131,16 @@ def to_autocast(*tensors: Tensor | None) -> tuple[Tensor | None, ...]:
 
 def _is_cast(x: Tensor) -> bool:
     return x.is_floating_point() and x.dtype != torch.float64
+
+
+def widest_dtype(device: torch.device) -> torch.dtype:
+    """Return fp64, or fp32 on a device without fp64."""
+    return torch.float32 if device.type in WITHOUT_FP64 else torch.float64
+
+
+def device_with_fp64(device: torch.device) -> torch.device:
+    """Return the device, or the CPU in place of a device without fp64."""
+    return torch.device("cpu") if device.type in WITHOUT_FP64 else device
 
 
 class _WithParameters(Protocol):

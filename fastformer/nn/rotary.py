@@ -12,12 +12,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from fastformer.host.devices import device_with_fp64
 from fastformer.modes import capturing, compiling, dispatch_modes, tracing_state, transformed
 from fastformer.packing.layout import MOST_TOKENS
 from fastformer.settings import check_value
 
 _SHORTEST = 128  # positions of the smallest table; larger ones are powers of 2
-_WITHOUT_FP64 = "mps"  # the device type without fp64
 _MAX_TABLES = 64  # cached tables; the oldest are discarded
 _TABLES: dict[Any, tuple[Tensor, Tensor]] = {}
 _GRAPH_TABLES: dict[Any, tuple[Tensor, Tensor]] = {}
@@ -129,7 +129,7 @@ class Rotary:
 
     def _tables(self, head_size: int, length: int, device: torch.device, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         turned = self.turned(head_size)
-        exact = {"dtype": torch.float64, "device": "cpu" if device.type == _WITHOUT_FP64 else device}
+        exact = {"dtype": torch.float64, "device": device_with_fp64(device)}
         frequencies = self.theta ** -(torch.arange(0, turned, 2, **exact) / turned)  # type: ignore[call-overload]
         if isinstance(self.scaling, Llama3Scaling):
             frequencies = self.scaling.scale(frequencies)

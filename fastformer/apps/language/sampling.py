@@ -25,7 +25,7 @@ from torch import Tensor
 
 from fastformer.apps.language.model import LanguageModel
 from fastformer.apps.settings import Settings, setting
-from fastformer.host.devices import device_of, send
+from fastformer.host.devices import device_of, send, widest_dtype
 from fastformer.packing import Layout
 from fastformer.settings import check_value
 
@@ -168,7 +168,7 @@ def choose_ids(
     Args:
         logits: `[B, V]`; not changed.
         options: temperature, top_k and top_p are used.
-        uniform: fp64 `[B]` in [0, 1); not needed for temperature 0.
+        uniform: fp64 `[B]` in [0, 1), or fp32 on a device without fp64; not needed for temperature 0.
         forbidden: ids that must not be chosen.
 
     Returns:
@@ -198,7 +198,7 @@ def choose_ids(
     p = logits.softmax(-1)
     if options.top_p < 1:
         p = p.masked_fill(~_largest(p, *_nucleus(p, options.top_p)), 0.0)
-    cumulative = p.cumsum(-1, dtype=torch.float64)
+    cumulative = p.cumsum(-1, dtype=widest_dtype(p.device))
     total = cumulative[:, -1:]
     # Below the total even where the product is rounded up to it: the chosen id has a probability above 0.
     drawn = torch.minimum(uniform[:, None] * total, total.nextafter(torch.zeros_like(total)))
@@ -211,7 +211,7 @@ def _nucleus(p: Tensor, mass: float) -> tuple[Tensor, Tensor]:
     n = min(V, _FIRST_RANKED)
     while True:
         ranked = p.topk(n).values
-        sums = ranked.cumsum(-1, dtype=torch.float64)
+        sums = ranked.cumsum(-1, dtype=widest_dtype(p.device))
         if n == V or bool((sums[:, -1] >= mass).all()):
             return ranked, ((sums < mass).sum(-1, keepdim=True) + 1).clamp(max=n)
         n = min(V, 8 * n)
@@ -278,7 +278,8 @@ def sample(
     logits = state.logits
     active, streams = list(range(len(prompts))), list(streams)
     for t in range(options.max_new_tokens):
-        drawn = torch.tensor([stream.random() for stream in streams], dtype=torch.float64, device="cpu")
+        dtype = widest_dtype(logits.device)
+        drawn = torch.tensor([stream.random() for stream in streams], dtype=dtype, device="cpu")
         (uniform,) = send(logits.device, drawn)
         forbidden = special | ({c.eos_id} if t < options.min_new_tokens else set())
         ids = choose_ids(logits, options, uniform, sorted(forbidden))

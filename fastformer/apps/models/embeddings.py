@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from fastformer import functional
 from fastformer.apps.models.sizes import LARGEST
+from fastformer.host.devices import device_with_fp64
 from fastformer.modes import compiling
 from fastformer.nn.inspection import plain
 from fastformer.settings import check_value
@@ -23,18 +24,18 @@ _FIRST = 4096
 def sinusoidal_positions(
     length: int, width: int, device: torch.device | str | None = None, halves: bool = False
 ) -> Tensor:
-    """Compute the sinusoidal encoding (Vaswani et al. 2017, section 3.5), fp32 `[length, width]`, on the CPU if None.
+    """Compute the sinusoidal encoding (Vaswani et al. 2017, section 3.5), fp32 `[length, width]`.
 
     PE(pos, 2i) = sin(pos / 10000^(2i / D)) and PE(pos, 2i + 1) = cos of the same angle; with `halves`, all sines come
     before all cosines, as in Tensor2Tensor and Marian.
     """
-    frequencies = torch.exp(
-        torch.arange(0, width, 2, dtype=torch.float64, device=device) * (-math.log(10000.0) / width)
-    )
-    angles = torch.arange(length, dtype=torch.float64, device=device)[:, None] * frequencies  # [length, ceil(D / 2)]
+    device = torch.get_default_device() if device is None else torch.device(device)
+    exact = {"dtype": torch.float64, "device": device_with_fp64(device)}
+    frequencies = torch.exp(torch.arange(0, width, 2, **exact) * (-math.log(10000.0) / width))  # type: ignore[call-overload]
+    angles = torch.arange(length, **exact)[:, None] * frequencies  # type: ignore[call-overload]  # [length, ceil(D / 2)]
     waves = angles.sin(), angles.cos()
     table = torch.cat(waves, -1) if halves else torch.stack(waves, -1).flatten(1)
-    return table[:, :width].float()
+    return table[:, :width].float().to(device)
 
 
 def _is_plain_lookup(module: nn.Module | None) -> bool:

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from fastformer.apps.system.files import append_file, write_file
+from fastformer.host.devices import widest_dtype
 
 # Validation values of which lower is better; of all others, such as BLEU, higher.
 LOWER_IS_BETTER = ("loss", "perplexity", "word_perplexity")
@@ -79,7 +80,7 @@ class MetricsLog:
 class RunningSums:
     """Loss, gradient norm and tokens since the last training record, summed on the device without waiting for it.
 
-    Also loss and tokens of the epoch, in fp64, which is exact enough for a large one.
+    Also loss and tokens of the epoch, in fp64 where the device has it, which is exact enough for a large epoch.
 
     skips: whether steps are skipped if their gradient is not finite, as in fp16; such steps are counted.
     """
@@ -89,7 +90,7 @@ class RunningSums:
         self._skips = torch.zeros((), device=device) if skips else None
         self._loss, self._norm = torch.zeros((), device=device), torch.zeros((), device=device)
         self._tokens, self._steps, self._seconds, self._since = 0, 0, 0.0, 0.0
-        self._epoch_loss, self._epoch_tokens = torch.zeros((), dtype=torch.float64, device=device), 0
+        self._epoch_loss, self._epoch_tokens = torch.zeros((), dtype=widest_dtype(device), device=device), 0
 
     def start(self, now: float) -> None:
         """Begin to measure time, at the start of a run or of a resumed one."""

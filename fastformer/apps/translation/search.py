@@ -16,7 +16,7 @@ from fastformer.apps.models.sizes import LARGEST
 from fastformer.apps.settings import Settings, setting
 from fastformer.apps.translation.model import TranslationConfig, TranslationModel
 from fastformer.apps.translation.state import DecoderState, StaticDecoderState
-from fastformer.host.devices import send
+from fastformer.host.devices import send, widest_dtype
 from fastformer.packing import lengths_of
 
 # Finished rows are removed once they are an eighth of the batch, because each removal copies the cache. Steps in CUDA
@@ -236,7 +236,7 @@ class _Finished:
         self.tokens = torch.zeros(sentences, N, longest, dtype=torch.int64, device=device)
         self.lengths = torch.zeros(sentences, N, dtype=torch.int64, device=device)
         self.log_probabilities = torch.full((sentences, N), -math.inf, device=device)
-        self.scores = self.log_probabilities.double()
+        self.scores = self.log_probabilities.to(widest_dtype(device))
 
     def add(self, tokens: Tensor, length: int, log_probabilities: Tensor) -> None:
         """Merge N more hypotheses a sentence: tokens `[b, N, longest]`, log probabilities `[b, N]` or -inf."""
@@ -267,8 +267,11 @@ class _Finished:
 
 
 def _penalised(log_probabilities: Tensor, length: int, penalty: float) -> Tensor:
-    """Return the scores of hypotheses of `length` tokens, in fp64: scores beyond the range of fp32 would be equal."""
-    return log_probabilities.double() / math.pow(length, penalty)
+    """Return the scores of hypotheses of `length` tokens, in fp64 where the device has it.
+
+    Scores beyond the range of fp32 would be equal.
+    """
+    return log_probabilities.to(widest_dtype(log_probabilities.device)) / math.pow(length, penalty)
 
 
 def _hypothesis(ids: list[int], length: int, log_probability: float, score: float, eos_id: int) -> Hypothesis:

@@ -4,6 +4,7 @@ Letters: L layers, H heads, T target positions, S source positions.
 """
 
 import logging
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Literal, get_args
@@ -152,8 +153,9 @@ class Translator:
             source, target = layouts_of(batch, "source_lengths", "target_lengths")
             hidden = self.model(batch.source, source, batch.target_in, target)
             log_p = self.model.logits(hidden).float().log_softmax(-1)
-            chosen = log_p.gather(1, batch.target_out[:, None]).squeeze(1).double()
-            yield from [(float(x.sum()), len(x)) for x in torch.split(chosen, batch.target_lengths.tolist())]
+            chosen = log_p.gather(1, batch.target_out[:, None]).squeeze(1).cpu()
+            sentences = torch.split(chosen, batch.target_lengths.tolist())
+            yield from [(math.fsum(x.tolist()), len(x)) for x in sentences]
 
     def _encode_uncut(self, side: str, sentences: Sequence[str], tokenizer: Tokenizer) -> Sequences:
         """Encode sentences; raise ValueError for an empty one, or one that would be cut."""

@@ -5,10 +5,8 @@ import pickle
 
 import pytest
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
-from fastformer.nn import ALiBi, Llama3Scaling, RelativeBias, Rotary, TransformerEncoderLayer
+from fastformer.nn import ALiBi, Llama3Scaling, RelativeBias, Rotary
 from fastformer.nn import rotary as tables
 
 
@@ -23,26 +21,6 @@ def test_the_tables_of_the_paper():
             assert float(cos[position, i]) == pytest.approx(math.cos(angle), abs=1e-14)
             assert float(sin[position, i]) == pytest.approx(math.sin(angle), abs=1e-14)
     assert Rotary().tables(6, 5, torch.zeros(1, dtype=torch.bfloat16))[0].dtype == torch.float32
-
-
-class WithoutFp64(TorchDispatchMode):
-    """Refuses fp64 on meta tensors, as Apple's GPUs do on theirs."""
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        out = func(*args, **(kwargs or {}))
-        for x in tree_leaves(out):
-            if isinstance(x, torch.Tensor) and x.is_meta and x.dtype == torch.float64:
-                raise TypeError("this device has no float64")
-        return out
-
-
-def test_devices_without_fp64_have_rotary_positions(monkeypatch):
-    monkeypatch.setattr(tables, "_WITHOUT_FP64", "meta")
-    layer = TransformerEncoderLayer(16, 2, 32, rotary=Rotary(), device="meta")
-    with WithoutFp64():
-        out = layer(torch.empty(5, 1, 16, device="meta"), is_causal=True)
-        out.sum().backward()
-    assert out.shape == (5, 1, 16)
 
 
 def test_far_positions_are_rounded_once():

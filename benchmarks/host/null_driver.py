@@ -103,7 +103,7 @@ def install() -> None:
     setattr(sys.modules["fastformer.functional.dropout"], "drop", _native_dropout)  # noqa: B010
     for op in ("attention", "embedding", "rotary", "linear_cross_entropy"):
         setattr(sys.modules[f"fastformer.functional.{op}.op"], "readable", lambda _: False)  # noqa: B010
-    for devices in sys.modules["fastformer.functional.norms.layer_norm"].IN_FLOAT32.values():
+    for devices in sys.modules["fastformer.functional.norms.op"].IN_FLOAT32.values():
         devices.add("cpu")
 
 

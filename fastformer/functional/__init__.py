@@ -16,9 +16,7 @@ from fastformer.functional.dropout import dropout
 from fastformer.functional.embedding.op import embedding
 from fastformer.functional.feed_forward.op import feed_forward
 from fastformer.functional.linear_cross_entropy.op import linear_cross_entropy
-from fastformer.functional.norms.dropout_add_norm import dropout_add_layer_norm, dropout_add_rms_norm
-from fastformer.functional.norms.layer_norm import layer_norm
-from fastformer.functional.norms.rms_norm import rms_norm
+from fastformer.functional.norms.op import dropout_add_layer_norm, dropout_add_rms_norm, layer_norm, rms_norm
 from fastformer.functional.rotary.op import rotary
 
 __all__ = [

@@ -1,6 +1,6 @@
 """Drop-in modules: torch.nn's classes on fastformer's fused ops, and the conversion of models in both directions."""
 
-from fastformer.nn.cache import KVCache
+from fastformer.nn.cache import KVCache, StaticKVCache
 from fastformer.nn.conversion import Conversion, Entry, convert, revert
 from fastformer.nn.inference_weights import pack_weights
 from fastformer.nn.layers import TransformerDecoderLayer, TransformerEncoderLayer
@@ -9,7 +9,6 @@ from fastformer.nn.multihead_attention import MultiheadAttention
 from fastformer.nn.position_bias import ALiBi, RelativeBias
 from fastformer.nn.rotary import Llama3Scaling, Rotary
 from fastformer.nn.stacks import TransformerDecoder, TransformerEncoder
-from fastformer.nn.static_cache import StaticKVCache
 from fastformer.nn.transformer import Transformer
 
 __all__ = [

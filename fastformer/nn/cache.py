@@ -3,9 +3,8 @@
 A step reads one token a row, a chunk, or prompts of different lengths. It runs each layer's `compose` with attention
 callables that read the cache. So a step returns the outputs of a forward pass over all tokens at the new positions.
 
-Cache tensors are created outside inference mode, so that steps inside and outside of it can use the same cache.
-
-A cache grows as it is filled. `StaticKVCache`, for CUDA graphs, has a fixed capacity and lengths on the device.
+Cache tensors are created outside inference mode, so that steps inside and outside of it can use the same cache. A cache
+grows as it is filled. `StaticKVCache`, for CUDA graphs, has a fixed capacity and lengths on the device.
 
 Letters: B sentences, N hypotheses a sentence, R = B * N rows, t new tokens a row, T of all rows, H heads, S positions,
 K head size, D model width.
@@ -14,13 +13,15 @@ K head size, D model width.
 import copy
 import uuid
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from fastformer.host.devices import check_tensors, send
-from fastformer.nn.inspection import Inspection, has_own_hooks, inspect_stack, is_sharded
+from fastformer.modes import readable
+from fastformer.nn.inspection import check_apart
 from fastformer.nn.kv_write import KVWrite, LayerCache, length_mask, prefers_mask
 from fastformer.nn.rotary import Positions
 from fastformer.packing import Layout, lengths_of, pack, unpack
@@ -32,32 +33,6 @@ _FIRST_CAPACITY = 32
 def without_gaps(layout: Layout, device: torch.device) -> Layout:
     """Return the layout of the same sequences, each beginning at column 0, as a cache stores them."""
     return layout if layout.slots is layout.origin else Layout.from_lengths(layout.lengths, device)
-
-
-def check_apart(stack: Any, operation: str) -> Inspection:
-    """Return a stack's inspection; raise if running its layers one by one differs from calling the stack.
-
-    Raises:
-        RuntimeError: the stack has no layers, or a module in it has hooks, another `forward` or sharded parameters. The
-            message names `operation`, which runs the layers one by one.
-    """
-    if not len(stack.layers):
-        raise RuntimeError(f"the stack has no layers, which {operation} needs")
-    inspection = inspect_stack(stack, everywhere=False)
-    reason = "the stack has hooks" if has_own_hooks(stack) and not is_sharded(stack) else inspection.called
-    if reason is not None:
-        raise RuntimeError(f"{reason}, which {operation} does not call; calling the model does")
-    modules = ("the stack", stack), *((f"layers.{index}", layer) for index, layer in enumerate(stack.layers))
-    for name, module in modules:
-        if is_sharded(module) and any(hasattr(parameter, "device_mesh") for parameter in module.parameters()):
-            raise RuntimeError(f"{name} is sharded, and {operation} does not gather parameters: call unshard() on it")
-    return inspection
-
-
-def _memory(layer: Any, tokens: Tensor, layout: Layout) -> tuple[Tensor, Tensor]:
-    # One copy here saves a strided read at every step.
-    keys, values = (unpack(x, layout).transpose(1, 2).contiguous() for x in layer.multihead_attn.keys_values(tokens))
-    return keys, values
 
 
 class KVCache:
@@ -105,7 +80,10 @@ class KVCache:
             no_tokens = weight.new_zeros(0, attention.embed_dim)
             empty = attention.keys_values(no_tokens, Positions(no_tokens.new_empty(0, dtype=torch.int64), 1))
             keys, values = (x.new_zeros(rows, x.shape[1], 0, x.shape[2]) for x in empty)
-            self.layers.append(LayerCache(keys, values, None if memory is None else _memory(layer, *memory)))
+            cross = None if memory is None else layer.multihead_attn.keys_values(memory[0])
+            if cross is not None and memory is not None:  # one copy here saves a strided read at every step
+                cross = tuple(unpack(x, memory[1]).transpose(1, 2).contiguous() for x in cross)
+            self.layers.append(LayerCache(keys, values, cross))
         if memory is not None and not memory[1].full:
             self.memory_lengths = memory[1].offsets.diff()
         self.lengths = torch.zeros(rows, dtype=torch.int64, device="cpu")
@@ -161,30 +139,23 @@ class KVCache:
 
     def write(self, count: int, layout: Layout | None) -> KVWrite:
         """Return how new tokens are written, `count` of each row or packed, and reserve capacity for them."""
-        if layout is not None:
-            end = int((self.lengths + layout.lengths).max()) if self.rows else 0
-            self._reserve(end)
-            first = not bool((self.lengths * layout.lengths).any())
-            (past,) = send(self.device, self.lengths)
-            return KVWrite.packed(layout, past, end, first)
-        least, most = (int(self.lengths.min()), int(self.lengths.max())) if self.rows else (0, 0)
-        self._reserve(most + count)
-        if least == most:
-            return KVWrite(most + count, self.device, most)
-        (positions,) = send(self.device, self.lengths)
-        return KVWrite.ragged(positions, most + 1)
+        lengths = self.lengths
+        least, most = (int(lengths.min()), int(lengths.max())) if self.rows else (0, 0)
+        end = most + count if layout is None else int((lengths + layout.lengths).max()) if self.rows else 0
+        self._reserve(end)
+        if layout is None and least == most:
+            return KVWrite(end, most, self.device)
+        first = layout is not None and not bool((lengths * layout.lengths).any())
+        (past,) = send(self.device, lengths)
+        return KVWrite(end, past, self.device, layout, first)
 
     def attentions(self, index: int, layer: Any, write: KVWrite) -> tuple[Callable[[Tensor], Tensor], ...]:
         """Return the attention callables for a layer's `compose`: to the tokens of a row, and to its memory."""
         layer_cache = self.layers[index]
-
-        def self_attention(x: Tensor) -> Tensor:
-            return write.attend(layer.self_attn, layer_cache, x)  # type: ignore[no-any-return]
-
-        def memory_attention(x: Tensor) -> Tensor:
-            return write.attend_to_memory(layer.multihead_attn, layer_cache, self, x)
-
-        return (self_attention,) if layer_cache.memory is None else (self_attention, memory_attention)
+        own = partial(write.attend, layer.self_attn, layer_cache)
+        if layer_cache.memory is None:
+            return (own,)
+        return own, partial(write.attend_to_memory, layer.multihead_attn, layer_cache, self)
 
     def memory_limits(self, q: Tensor, positions: int) -> dict[str, Any]:
         """Return the arguments that hide the padding of memories from queries: their lengths, or a mask."""
@@ -273,30 +244,97 @@ class KVCache:
         Raises:
             ValueError: a row has read fewer tokens.
         """
-        new_lengths = (
-            torch.full((self.rows,), lengths, device="cpu")
-            if isinstance(lengths, int)
-            else lengths_of("lengths", lengths)
-        )
-        read = self.lengths.cpu()
+        if isinstance(lengths, int):
+            lengths = torch.full((self.rows,), lengths, device="cpu")
+        new_lengths, read = lengths_of("lengths", lengths), self.lengths.cpu()
         if new_lengths.shape != read.shape or bool(((new_lengths > read) | (new_lengths < 0)).any()):
             raise ValueError(f"lengths must be from 0 to {read.tolist()}, of each row, not {new_lengths.tolist()}")
-        self._forget(new_lengths, read)
-        self._set_lengths(new_lengths.clone())
-
-    def _forget(self, lengths: Tensor, read: Tensor) -> None:
-        """Set keys and values beyond these lengths to 0, because a weight of 0 does not hide NaN."""
-        if not bool((lengths < read).any()):
-            return
-        first, last = int(lengths[lengths < read].min()), int(read.max())
-        (forgotten,) = send(self.device, torch.arange(first, last, device="cpu") >= lengths[:, None])
-        for layer_cache in self.layers:
-            for x in (layer_cache.keys, layer_cache.values):
-                x[:, :, first:last].masked_fill_(forgotten[:, None, :, None], 0.0)
+        if bool((new_lengths < read).any()):
+            # Zeros, because a weight of 0 does not hide NaN.
+            first, last = int(new_lengths[new_lengths < read].min()), int(read.max())
+            (forgotten,) = send(self.device, torch.arange(first, last, device="cpu") >= new_lengths[:, None])
+            for layer_cache in self.layers:
+                for x in (layer_cache.keys, layer_cache.values):
+                    x[:, :, first:last].masked_fill_(forgotten[:, None, :, None], 0.0)
+        self._set_lengths(new_lengths)
 
     def _filled(self) -> int:
         """Return how many positions may be filled."""
         return int(self.lengths.max()) if self.rows else 0
+
+
+class StaticKVCache(KVCache):
+    """Keys and values for R rows of at most `capacity` tokens.
+
+    A step of one token a row runs the same operations on the same tensors each time, so a CUDA graph can capture it.
+    Other steps, `reorder`, `keep`, `crop` and `grow` cannot be captured; `keep` and `grow` replace the tensors.
+
+    Attention reads the whole capacity and gets the filled lengths as a tensor. The kernels skip unfilled positions.
+    Plain PyTorch computes them with weight 0, so on a CPU this costs more than `KVCache`.
+
+    Attributes:
+        lengths: int64 `[R]`, on the device; replayed graphs update it.
+    """
+
+    @torch.inference_mode(False)
+    def __init__(
+        self,
+        stack: nn.Module,
+        rows: int,
+        memory: tuple[Tensor, Layout] | None = None,
+        hypotheses: int = 1,
+        capacity: int = 1,
+    ) -> None:
+        check_value("capacity", capacity, int, at_least=1)
+        super().__init__(stack, rows, memory, hypotheses)
+        self.grow(capacity)
+        self.lengths = self.lengths.to(self.device)
+        self._empty = True  # no row has read anything
+
+    def grow(self, capacity: int) -> None:
+        """Increase the capacity to `capacity` tokens a row; replaces the tensors."""
+        check_value("capacity", capacity, int, {"of before": self.capacity}, at_least="of before")
+        for layer_cache in self.layers:
+            layer_cache.grow(capacity)
+        self.capacity = capacity
+
+    def write(self, count: int, layout: Layout | None) -> KVWrite:
+        if readable(self.lengths):
+            end = self.lengths.max() + count if layout is None else (self.lengths + layout.lengths).max()
+            if end > self.capacity:
+                raise ValueError(f"capacity must be at least the {int(end)} tokens of a row, not {self.capacity}")
+        if layout is None:
+            return KVWrite(self.capacity, self.lengths, self.device)
+        return KVWrite(self.capacity, self.lengths, self.device, layout, self._empty)
+
+    def advance(self, count: int, layout: Layout | None) -> None:
+        self.lengths.add_(count if layout is None else layout.offsets.diff())
+        self._empty = False
+
+    def _set_lengths(self, lengths: Tensor) -> None:
+        self.lengths.copy_(lengths)
+
+    def _reads_uniformly(self, count: int) -> bool:
+        return count == 1
+
+    def _filled(self) -> int:
+        return self.capacity
+
+
+def make_cache(
+    stack: nn.Module,
+    rows: int,
+    memory: tuple[Tensor, Layout] | None,
+    hypotheses: int,
+    longest: int | None,
+    capacity: int | None,
+) -> KVCache:
+    """Make a cache that grows, or one of fixed capacity; arguments as of the stacks' `new_cache`."""
+    if capacity is None:
+        return KVCache(stack, rows, memory, hypotheses, longest)
+    if longest is not None:
+        raise ValueError(f"longest must be None with capacity, which limits the tokens of a row, not {longest}")
+    return StaticKVCache(stack, rows, memory, hypotheses, capacity)
 
 
 def _indices(name: str, indices: Tensor, below: int) -> Tensor:

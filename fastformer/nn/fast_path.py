@@ -1,9 +1,7 @@
-"""Fast paths of unmodified layers in inference on a CPU: cached steps of one token, and torch's op for a whole layer.
+"""Fast path of unmodified layers for one-token decoding on a CPU: computes the same as a layer's `compose`.
 
-Both compute the same as a layer's `compose`. A cached step is short: with one row it reads each weight once. The ops'
-checks of masks, modes and backends take a seventh of the time (6 layers of width 512). `one_token` calls a few of
-torch's ops without these checks. torch's op (`run_torchs_layer`) is for few tokens. It calls no overridden methods,
-adapters or hooks.
+A step is short: with one row it reads each weight once. The ops' checks of masks, modes and backends take a seventh of
+the time (6 layers of width 512). `one_token` calls a few of torch's ops without these checks.
 
 Letters: R rows, D model width, H heads of queries, Hkv of keys and values, K head size.
 """
@@ -19,43 +17,40 @@ from fastformer.functional.feed_forward.op import activate
 from fastformer.host.devices import autocasts
 from fastformer.modes import watched
 from fastformer.nn.inference_weights import PackedWeight
-from fastformer.nn.inspection import has_own_hooks
+from fastformer.nn.inspection import has_own_hooks, plain_parts
 from fastformer.nn.kv_write import KVWrite, LayerCache
-from fastformer.nn.modules import activation_name
-from fastformer.nn.projections import OUT_PROJECTIONS
+from fastformer.nn.modules import DROP_INS, activation_name
 from fastformer.nn.rotary import Positions
 
-_ENCODER_CHILDREN = 8  # of an unmodified encoder layer
 
+def has_fast_path(stack: Any, x: Tensor, cache: Any) -> bool:
+    """Return whether a step with new tokens x `[R, t, D]` may use `one_token`.
 
-def runs_fast_path(x: Tensor, cache: Any) -> bool:
-    """Return whether x `[R, t, D]`, the cache and the active modes allow the fast path for a step."""
+    It has one token a row and no mode is active; the stack and its layers are unmodified, have no options that
+    `one_token` lacks, and apply no dropout.
+    """
     if type(x) is not Tensor or not x.is_cpu or x.shape[1] != 1 or not cache.rows:
         return False
     if x.dtype not in (torch.float32, torch.float64) or x.dtype != cache.layers[0].keys.dtype:
         return False  # the ops add up narrower dtypes in wider ones
-    return not (watched() or autocasts(x) or runs_fused("attention", x))
-
-
-def has_fast_path(layer: Any) -> bool:
-    """Return whether a layer is unmodified, has no options that `one_token` lacks, and applies no dropout.
-
-    layer: of fastformer's classes, not of subclasses.
-    """
-    modules = layer._modules
-    if has_own_hooks(layer) or len(layer.plain_parts()) != len(modules) - ("activation" in modules):
+    if watched() or autocasts(x) or runs_fused("attention", x) or has_own_hooks(stack):
         return False
-    for name in ("self_attn", "multihead_attn"):
-        attention = modules.get(name)
-        if attention is not None:
-            unsupported = len(attention._modules) > 1 or attention.has_sinks or attention.by_distance
-            if unsupported or attention.softcap is not None or attention.training:
-                return False
-            if attention.bias_k is not None or attention.add_zero_attn:
-                return False
-            out_proj = attention._modules["out_proj"]
-            if not attention._qkv_same_embed_dim or type(out_proj) not in OUT_PROJECTIONS or has_own_hooks(out_proj):
-                return False
+    return all(_is_supported(layer) for layer in stack.layers)
+
+
+def _is_supported(layer: Any) -> bool:
+    modules = layer._modules
+    if type(layer) not in DROP_INS.values() or has_own_hooks(layer):
+        return False
+    if len(layer.plain_parts()) != len(modules) - ("activation" in modules):
+        return False
+    for attention in layer.attentions:
+        by_options = attention.has_sinks or attention.by_distance or attention.softcap is not None
+        added_keys = attention.bias_k is not None or attention.add_zero_attn
+        if by_options or added_keys or attention.training or not attention._qkv_same_embed_dim:
+            return False
+        if len(attention._modules) > 1 or "out_proj" not in plain_parts(attention, attention.part_types):
+            return False
     return not any(child.training for child in modules.values() if type(child) is nn.Dropout)
 
 
@@ -63,7 +58,7 @@ def one_token(layer: Any, x: Tensor, layer_cache: LayerCache, write: KVWrite, ca
     """Run a layer on one new token of each row: `[R, D]` -> `[R, D]`.
 
     Args:
-        layer: for which `has_fast_path` is True.
+        layer: of a stack for which `has_fast_path` is True.
         x: the tokens.
         layer_cache: keys and values of the layer.
         write: how the new keys and values are written.
@@ -139,39 +134,3 @@ def _norm(module: Any, x: Tensor) -> Tensor:
 def _parameter(module: nn.Module, name: str) -> Any:
     parameters = module._parameters  # not `__getattr__`, which takes 0.4 us
     return parameters[name] if name in parameters else getattr(module, name)
-
-
-def torchs_activation(layer: Any) -> int:
-    """Return torch's number of the activation, 1 for ReLU and 2 for GELU; 0 if torch's op does not compute this layer.
-
-    layer: a `TransformerEncoderLayer`, not of a subclass.
-    """
-    number = {"relu": 1, "gelu": 2}.get(activation_name(layer.activation) or "", 0)
-    modules: Any = layer._modules
-    if not number or any(modules[name].training for name in ("dropout", "dropout1", "dropout2")):
-        return 0
-    if len(layer.plain_parts()) < _ENCODER_CHILDREN or not modules["self_attn"].is_torchs_formula():
-        return 0
-    parameters = [modules[name]._parameters for name in ("linear1", "linear2", "norm1", "norm2")]
-    return 0 if any(x.get(name) is None for x in parameters for name in ("weight", "bias")) else number
-
-
-def run_torchs_layer(layer: Any, src: Tensor) -> Tensor | None:
-    """Run torch's op for a whole layer on src `[B, S, D]`; return None if it does not compute this layer."""
-    modules: Any = layer._modules
-    attention, norms = modules["self_attn"], (modules["norm1"], modules["norm2"])
-    activation = layer.activation_relu_or_gelu
-    if src.dim() != 3 or not activation or not attention.batch_first or attention.num_heads % 2:
-        return None
-    if attention.training or norms[0].eps != norms[1].eps or attention.in_proj_bias is None:
-        return None
-    linears = attention.out_proj, modules["linear1"], modules["linear2"]
-    attention_parameters = attention.in_proj_weight, attention.in_proj_bias, linears[0].weight, linears[0].bias
-    other_parameters = [x for module in (*norms, *linears[1:]) for x in (module.weight, module.bias)]
-    parameters = *attention_parameters, *other_parameters
-    if any(type(x) is not nn.Parameter or x.dtype is not src.dtype for x in parameters):
-        return None
-    sizes = attention.embed_dim, attention.num_heads
-    return torch._transformer_encoder_layer_fwd(
-        src, *sizes, *attention_parameters, activation == 2, layer.norm_first, norms[0].eps, *other_parameters
-    )

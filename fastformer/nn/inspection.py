@@ -5,7 +5,7 @@ is not declared `token_wise` may look at the whole batch.
 """
 
 import sys
-from collections.abc import Collection, Hashable, Mapping
+from collections.abc import Callable, Collection, Hashable, Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -15,7 +15,9 @@ from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 from torch.nn.modules.module import _has_any_global_hook
 from torch.nn.utils.parametrize import is_parametrized
 
+has_global_hooks: Callable[[], bool] = _has_any_global_hook  # whether torch calls hooks for all modules
 HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+_CHANGES = (*HOOKS, "forward")  # attributes of an instance; accelerate sets its `forward`
 TOKEN_WISE: set[Any] = {
     nn.Linear, NonDynamicallyQuantizableLinear, nn.Dropout, nn.Identity, nn.LayerNorm, nn.RMSNorm, nn.ReLU, nn.GELU,
     nn.SiLU, nn.Mish, nn.ELU, nn.CELU, nn.SELU, nn.LeakyReLU, nn.ReLU6, nn.Tanh, nn.Sigmoid, nn.Softplus, nn.Hardswish,
@@ -27,15 +29,8 @@ _ATTENTIONS = ("self_attn", "multihead_attn")
 
 
 def has_own_hooks(module: nn.Module) -> bool:
-    """Return whether a module has hooks, or a `forward` in its instance, as set by accelerate."""
-    state = module.__dict__
-    hooks = state.get("_forward_hooks") or state.get("_forward_pre_hooks") or state.get("_backward_hooks")
-    return bool(hooks or state.get("_backward_pre_hooks") or "forward" in state)
-
-
-def has_global_hooks() -> bool:
-    """Return whether torch calls hooks for all modules."""
-    return bool(_has_any_global_hook())  # type: ignore[no-untyped-call]
+    """Return whether a module has hooks, or a `forward` in its instance."""
+    return any(map(module.__dict__.get, _CHANGES))
 
 
 def is_sharded(module: nn.Module) -> bool:
@@ -54,15 +49,13 @@ def plain(module: nn.Module, *types: type[nn.Module]) -> bool:
 
 def plain_parts(module: nn.Module, types: Mapping[str, tuple[type[nn.Module], ...]]) -> set[str]:
     """Return the names of the children that are `plain`, of the types listed for their name; norms of one dimension."""
-    if _has_any_global_hook():  # type: ignore[no-untyped-call]
+    if has_global_hooks():
         return set()
     names: set[str] = set()
     for name, child in module._modules.items():
         if type(child) in types.get(name, ()):
-            state = child.__dict__  # as in `has_own_hooks`, without a call for each child
-            hooks = state.get("_forward_hooks") or state.get("_forward_pre_hooks") or state.get("_backward_hooks")
-            changed = hooks or state.get("_backward_pre_hooks") or "forward" in state
-            if not changed and len(state.get("normalized_shape", ())) < 2:
+            state = child.__dict__
+            if not any(map(state.get, _CHANGES)) and len(state.get("normalized_shape", ())) < 2:
                 names.add(name)
     return names
 
@@ -79,18 +72,21 @@ def mixing_reason(module: Any, known: Collection[Any] = ()) -> str | None:
 
 
 class Inspection(NamedTuple):
-    """Reasons against running the layers of a stack one by one on packed tokens; each may be None."""
+    """Reasons against running the layers of a stack one by one, or on packed tokens; each may be None."""
 
     obstacle: str | None  # why the stack must run on padded batches
     called: str | None  # why a layer or attention must be called, with masks in torch's form
+    apart: str | None  # why running the layers one by one differs from calling the stack
     mixing: str | None  # why a module may look at several tokens
     counting: set[str]  # names of attention whose output depends on the distances between tokens
     batch_first: bool | None  # of the layers' attention; None if layers differ or do not state it
 
 
-def inspect_stack(stack: Any, everywhere: bool = True) -> Inspection:
-    """Inspect the layers of a stack, and its norm; everywhere: whether torch's global hooks count."""
-    reasons = {"called": "layers.0 has hooks"} if everywhere and has_global_hooks() else {}
+def inspect_stack(stack: Any) -> Inspection:
+    """Inspect a stack, its layers and its norm."""
+    reasons: dict[str, str] = {}
+    if has_own_hooks(stack) and not is_sharded(stack):
+        reasons["apart"] = "the stack has hooks"
     orders: set[bool] = set()  # `set[bool]()` would break a graph of torch.compile
     counting: set[str] = set()
     for index, layer in enumerate(stack.layers):
@@ -134,8 +130,29 @@ def inspect_stack(stack: Any, everywhere: bool = True) -> Inspection:
     if not len(stack.layers):
         reasons["hooked"] = "it has no layers, whose batch_first tells the order of dimensions"
     called, hooked, mixing = reasons.get("called"), reasons.get("hooked"), reasons.get("mixing")
+    apart = reasons.get("apart") or called
+    called = "layers.0 has hooks" if has_global_hooks() else called
     order = orders.pop() if len(orders) == 1 else None
-    return Inspection(called or hooked or mixing, called, mixing, counting, order)
+    return Inspection(called or hooked or mixing, called, apart, mixing, counting, order)
+
+
+def check_apart(stack: Any, operation: str) -> Inspection:
+    """Return a stack's inspection; raise if running its layers one by one differs from calling the stack.
+
+    Raises:
+        RuntimeError: the stack has no layers, or a module in it has hooks, another `forward` or sharded parameters. The
+            message names `operation`, which runs the layers one by one.
+    """
+    if not len(stack.layers):
+        raise RuntimeError(f"the stack has no layers, which {operation} needs")
+    inspection = inspect_stack(stack)
+    if inspection.apart is not None:
+        raise RuntimeError(f"{inspection.apart}, which {operation} does not call; calling the model does")
+    modules = ("the stack", stack), *((f"layers.{index}", layer) for index, layer in enumerate(stack.layers))
+    for name, module in modules:
+        if is_sharded(module) and any(hasattr(parameter, "device_mesh") for parameter in module.parameters()):
+            raise RuntimeError(f"{name} is sharded, and {operation} does not gather parameters: call unshard() on it")
+    return inspection
 
 
 def _inspect(module: nn.Module | None, name: str, path: str | None, reasons: dict[str, str]) -> None:

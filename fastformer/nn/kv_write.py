@@ -5,6 +5,7 @@ K head size, D model width.
 """
 
 import math
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
@@ -33,72 +34,65 @@ def length_mask(lengths: Tensor, positions: int, q: Tensor) -> Tensor:
     return q.new_zeros(hidden.shape).masked_fill_(hidden, -math.inf)[:, None, None]
 
 
+@dataclass
 class LayerCache:
     """Keys and values of one layer: of read tokens `[R, H, capacity, K]`; of the memory `[B, H, S, K]`, or None."""
 
-    def __init__(self, keys: Tensor, values: Tensor, memory: tuple[Tensor, Tensor] | None) -> None:
-        self.keys, self.values, self.memory = keys, values, memory
+    keys: Tensor
+    values: Tensor
+    memory: tuple[Tensor, Tensor] | None
 
     @torch.inference_mode(False)
     def grow(self, capacity: int) -> None:
-        """Increase the capacity to `capacity` positions."""
-        self.keys, self.values = _grown(self.keys, capacity), _grown(self.values, capacity)
+        """Increase the capacity to `capacity` positions; the new ones are 0, because 0 times NaN is NaN."""
+        grown = [x.new_zeros(*x.shape[:2], capacity, x.shape[3]) for x in (self.keys, self.values)]
+        for new, old in zip(grown, (self.keys, self.values), strict=True):
+            new[:, :, : old.shape[2]] = old
+        self.keys, self.values = grown
 
-    @torch.inference_mode(False)
     def select(self, rows: Tensor, sentences: Tensor) -> "LayerCache":
         """Return the cache of these rows, with the memory of these sentences."""
-        memory = self.memory
-        if memory is not None:
-            memory = memory[0].index_select(0, sentences), memory[1].index_select(0, sentences)
-        return LayerCache(self.keys.index_select(0, rows), self.values.index_select(0, rows), memory)
-
-
-def _grown(old: Tensor, capacity: int) -> Tensor:
-    # Zeros: unfilled positions have weight 0, but 0 times uninitialised memory may be NaN.
-    new = old.new_zeros(*old.shape[:2], capacity, old.shape[3])
-    new[:, :, : old.shape[2]] = old
-    return new
+        memory = None if self.memory is None else tuple(x.index_select(0, sentences) for x in self.memory)
+        return LayerCache(self.keys.index_select(0, rows), self.values.index_select(0, rows), memory)  # type: ignore[arg-type]
 
 
 class KVWrite:
     """How the keys and values of new tokens are written in one step, the same for all layers.
 
-    One of three forms: t tokens of each row, `[R, t, D]`, from position `start` on where rows are equally long; one
-    token of each row, `[R, 1, D]`, at a position for each row; or packed tokens `[T, D]` with a layout.
+    One of three forms: t tokens of each row, `[R, t, D]`, if rows are equally long; one token of each row, `[R, 1, D]`;
+    or packed tokens `[T, D]` with a layout.
+
+    Args:
+        end: all positions are below it.
+        past: how many tokens each row has read, int64 `[R]` on the device of the cache; a number if rows are equally
+            long.
+        device: of the cache.
+        layout: of packed tokens.
+        first: whether all rows with new packed tokens are empty so far.
     """
 
-    def __init__(self, end: int, device: torch.device, start: int | None = None) -> None:
-        self.end, self.device, self.start = end, device, start
-        self.layout: Layout | None = None
-        self.key_lengths: Tensor | None = None
+    def __init__(
+        self,
+        end: int,
+        past: int | Tensor,
+        device: torch.device,
+        layout: Layout | None = None,
+        first: bool = False,
+    ) -> None:
+        self.end, self.device, self.layout, self.first = end, device, layout, first
+        self.start = past if isinstance(past, int) else None
         self._mask: Tensor | None = None
-
-    @classmethod
-    def ragged(cls, positions: Tensor, end: int) -> "KVWrite":
-        """Return the write of one token of each row at positions int64 `[R]`, all below `end`."""
-        write = cls(end, positions.device)
-        write.positions, write.key_lengths = positions, positions + 1
-        write.rows = torch.arange(positions.numel(), device=positions.device)
-        return write
-
-    @classmethod
-    def packed(cls, layout: Layout, past: Tensor, end: int, first: bool) -> "KVWrite":
-        """Return the write of packed tokens behind the `past` tokens of each row, int64 `[R]`.
-
-        first: whether all rows with new tokens are empty so far.
-        """
-        write = cls(end, past.device)
-        write.layout, write.first, write.counts = layout, first, layout.offsets.diff()
-        write.key_lengths = past + write.counts
-        rows = torch.arange(layout.batch, device=past.device)
-        write.rows = rows.repeat_interleave(write.counts, output_size=layout.total)
-        write.positions = past[write.rows] + layout.positions
-        return write
-
-    positions: Tensor
-    rows: Tensor
-    counts: Tensor
-    first: bool
+        if not isinstance(past, Tensor):
+            return
+        self.rows = torch.arange(past.numel(), device=device)
+        self.positions = past
+        if layout is None:
+            self.key_lengths = past + 1
+        else:
+            self.counts = layout.offsets.diff()
+            self.key_lengths = past + self.counts
+            self.rows = self.rows.repeat_interleave(self.counts, output_size=layout.total)
+            self.positions = past[self.rows] + layout.positions
 
     @cached_property
     def index(self) -> Tensor:
@@ -110,12 +104,11 @@ class KVWrite:
     def write(self, layer_cache: LayerCache, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         """Write keys and values of the new tokens, `[R, t, Hkv, K]` or packed; return all, `[R, Hkv, S, K]`."""
         keys, values = layer_cache.keys, layer_cache.values
-        if self.start is not None:
-            keys[:, :, self.start : self.end] = k.transpose(1, 2)
-            values[:, :, self.start : self.end] = v.transpose(1, 2)
-        else:
-            keys[self.rows, :, self.positions] = k if self.layout is not None else k[:, 0]
-            values[self.rows, :, self.positions] = v if self.layout is not None else v[:, 0]
+        for cached, new in ((keys, k), (values, v)):
+            if self.start is not None:
+                cached[:, :, self.start : self.end] = new.transpose(1, 2)
+            else:
+                cached[self.rows, :, self.positions] = new if self.layout is not None else new[:, 0]
         return keys[:, :, : self.end], values[:, :, : self.end]
 
     def mask(self, q: Tensor) -> Tensor | None:
@@ -123,7 +116,6 @@ class KVWrite:
         if self.start is not None:
             return None
         if self._mask is None or self._mask.dtype != q.dtype:
-            assert self.key_lengths is not None
             self._mask = length_mask(self.key_lengths, self.end, q)
         return self._mask
 

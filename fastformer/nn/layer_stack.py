@@ -1,23 +1,36 @@
-"""The base class of encoder and decoder stacks: packed runs, recomputed activations, attention weights, cached steps.
+"""The base class of encoder and decoder stacks: packed and padded runs, attention weights, cached steps.
 
-Letters: R rows of a cache, t new tokens a row, T packed tokens, D model width.
+A stack packs a padded batch once, runs every layer on real tokens, and unpacks once: in training and in inference, with
+torch's masks.
+
+Letters: B batch, R rows of a cache, t new tokens a row, T packed tokens, D model width.
 """
 
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from fastformer.host.devices import check_types
-from fastformer.modes import has_values
-from fastformer.nn.cache import KVCache, check_apart
-from fastformer.nn.fast_path import has_fast_path, one_token, runs_fast_path
-from fastformer.nn.inspection import Inspection, has_own_hooks, inspect_stack, is_sharded, plain
+from fastformer.nn.cache import KVCache
+from fastformer.nn.fast_path import has_fast_path, one_token
+from fastformer.nn.inspection import Inspection, check_apart, has_own_hooks, inspect_stack, is_sharded, plain
 from fastformer.nn.layers import TransformerDecoderLayer, TransformerEncoderLayer
+from fastformer.nn.packed_input import (
+    Masks,
+    PackedInput,
+    finite_padding,
+    is_causal_mask,
+    mask_of_packed,
+    pack_input,
+    pack_nested,
+    torchs_form,
+    zero_padding,
+)
 from fastformer.nn.sublayers import NORMS, DeferredResidual
-from fastformer.packing import Layout, unpack
+from fastformer.packing import Layout, pack, unpack
 
 _LAYERS = (TransformerEncoderLayer, TransformerDecoderLayer)
 
@@ -32,40 +45,97 @@ class Stack(nn.Module):
             sequence and into gradients of parameters, as in torch.
         checkpoint_activations: whether only the input of each layer is stored for backward, which computes the layer
             again: the same bits, with less memory.
+        mask_keywords: the arguments of a layer for the `Masks` of each of its attentions.
     """
 
     padding_free: bool = True
     checkpoint_activations: bool = False
+    mask_keywords: ClassVar[tuple[tuple[str, str, str], ...]]
 
     def obstacle(self) -> str | None:
         """Return why this stack cannot run without padding, or None if it can."""
         return inspect_stack(self).obstacle
 
-    @property
-    def _called_padded(self) -> bool | None:
-        """The batch_first with which `packed` must call the stack on a padded batch; None if it runs packed.
+    def run(
+        self,
+        x: Tensor,
+        memory: Any,
+        masks: Sequence[Masks],
+        padding_free: bool | None = None,
+        need_weights: bool = False,
+        keep_packed: bool = False,
+    ) -> Any:
+        """Run every layer, then the norm, packed if the batch allows it.
 
-        It is True if the layers do not state the order of dimensions.
+        Args:
+            x: a padded batch or a nested tensor.
+            memory: of a decoder: likewise, or the packed output of an encoder; None for an encoder.
+            masks: of self-attention, and of a decoder's attention to the memory.
+            padding_free, need_weights: as in the stacks' `forward`.
+            keep_packed: whether a packed run returns a `PackedInput`.
         """
         inspection = inspect_stack(self)
-        if inspection.called is None and not has_own_hooks(self):
+        free = self.padding_free if padding_free is None else padding_free
+        inputs = None if need_weights else self._pack(inspection, free, [x, memory][: len(masks)], masks)
+        if inputs is not None:
+            own, length = masks[0], inputs[0].layout.columns
+            causal = is_causal_mask(own.mask, bool(own.is_causal), length)
+            arguments = [inputs[0].layout, causal, None if causal else own.mask]
+            for source in inputs[1:]:
+                arguments += [source.tokens, source.layout, masks[1].mask]
+            output = inputs[0]._replace(tokens=self._run_packed(inputs[0].tokens, *arguments))
+            return output if keep_packed else output.unpack()
+        memory = memory.unpack() if isinstance(memory, PackedInput) else memory
+        batch_first = inspection.batch_first
+        hidden = [m.padding if free else None for m in masks]
+        x = finite_padding(x, hidden[0], batch_first)
+        memory = finite_padding(memory, hidden[-1], batch_first)
+        own = masks[0]._replace(is_causal=masks[0].is_causal is True)
+        if need_weights:
+            x, *weights = self._run_with_weights(x, memory, (own, *masks[1:]))
+            return zero_padding(x, hidden[0], batch_first), *weights
+        if inspection.called is not None:
+            first: Any = self.layers[0]  # type: ignore[index]
+            own = torchs_form(masks[0], x, first.self_attn.batch_first, canonical=len(masks) == 1)
+        options: dict[str, Any] = {}
+        for names, values in zip(self.mask_keywords, (own, *masks[1:]), strict=True):
+            options |= zip(names, values, strict=True)
+        for layer in self.layers:  # type: ignore[union-attr]
+            x = self._run_layer(layer, x, *[memory][: len(masks) - 1], **options)
+        return zero_padding(x if self.norm is None else self.norm(x), hidden[0], batch_first)  # type: ignore[operator]
+
+    def _pack(
+        self, inspection: Inspection, free: bool, inputs: list[Any], masks: Sequence[Masks]
+    ) -> list[PackedInput] | None:
+        """Pack the input, and the memory if there is one; None if the batch must run padded.
+
+        Arguments that do not fit together run padded too, which reports them.
+        """
+        x, memory = inputs[0], inputs[-1]
+        if x.is_nested or (isinstance(memory, Tensor) and memory.is_nested):
+            names = "src" if len(inputs) == 1 else "tgt and memory"
+            return pack_nested(names, inputs, masks, inspection.obstacle)
+        has_padding = isinstance(memory, PackedInput) or any(m.padding is not None for m in masks)
+        if inspection.obstacle is not None or not (free and has_padding):
             return None
-        return True if inspection.batch_first is None else inspection.batch_first
+        batch_first, across = inspection.batch_first, "multihead_attn" in inspection.counting
+        if len(masks) > 1:
+            # A custom layer may take a memory that is no tensor.
+            if not isinstance(memory, Tensor | PackedInput) or (masks[1].is_causal and masks[1].mask is None):
+                return None
+            if isinstance(memory, Tensor):
+                memory = pack_input(memory, masks[1].padding, batch_first, from_start=across)
+            elif across and not memory.layout.starts_rows:
+                return None
+            if memory is None:
+                return None
+        packed = pack_input(x, masks[0].padding, batch_first, "self_attn" in inspection.counting, across)
+        if packed is None or len(masks) == 1:
+            return None if packed is None else [packed]
+        fits = packed.layout.batch == memory.layout.batch and packed[2:] == memory[2:]
+        return [packed, memory] if fits else None
 
-    def zeroes(self, padding_free: bool | None) -> bool:
-        """Return whether to skip padding and set its rows to 0; padding_free: overrides the attribute."""
-        return self.padding_free if padding_free is None else padding_free
-
-    def skips(self, inspection: Inspection, padding_free: bool | None, *masks: Tensor | None) -> bool:
-        """Return whether a batch with these key padding masks can run without its padding."""
-        if inspection.obstacle is not None or not (self.padding_free if padding_free is None else padding_free):
-            return False
-        for mask in masks:
-            if mask is not None and not (isinstance(mask, Tensor) and has_values(mask)):
-                return False
-        return masks[0] is not None or masks[-1] is not None
-
-    def run_layer(self, layer: Callable[..., Tensor], *arguments: Any, **options: Any) -> Tensor:
+    def _run_layer(self, layer: Callable[..., Tensor], *arguments: Any, **options: Any) -> Tensor:
         """Call a layer, with activation checkpointing if `checkpoint_activations` is set."""
         if self.checkpoint_activations and torch.is_grad_enabled():
             # Positional tensors are saved as autograd saves tensors, which detects a mask that changes.
@@ -73,35 +143,52 @@ class Stack(nn.Module):
             return checkpoint(*call, use_reentrant=False)  # type: ignore[no-any-return]
         return layer(*arguments, **options)
 
+    def _packed(self, tokens: Tensor, layout: Layout, causal: bool, mask: Tensor | None, *memory: Any) -> Tensor:
+        """Run the stack on packed sequences, called on a padded batch if it, a layer or attention must be called.
+
+        memory: of a decoder: the tokens, their layout and the mask.
+        """
+        inspection = inspect_stack(self)
+        if inspection.called is None and not has_own_hooks(self):
+            return self._run_packed(tokens, layout, causal, mask, *memory)
+        batch_first = inspection.batch_first is not False
+        inputs = [unpack(tokens, layout, batch_first)]
+        masks = [Masks(mask_of_packed(causal, mask, layout), ~layout.mask(), causal or None)]
+        if memory:
+            inputs.append(unpack(memory[0], memory[1], batch_first))
+            masks.append(Masks(memory[2], ~memory[1].mask(), False))
+        arguments = [x for values in zip(*masks, strict=True) for x in values]
+        return pack(self(*inputs, *arguments), layout, batch_first)
+
     def _run_packed(self, tokens: Tensor, *arguments: Any) -> Tensor:
         """Run the layers on packed sequences, then the norm; arguments: of the layers' `packed_attentions`."""
         check_types(("tokens",), tokens)
-        return self._run(
-            tokens,
-            lambda _, layer: layer.packed_attentions(*arguments),
-            lambda _, layer, x: self._call_packed(layer, x, *arguments),
-        )
 
-    def _call_packed(self, layer: Any, x: Tensor, *arguments: Any) -> Tensor:
-        """Run a layer on packed sequences; a sharded layer is called, because its hooks gather the parameters."""
-        if not is_sharded(layer):
-            return self.run_layer(_compose_packed, layer, x, *arguments)
-        memory = arguments[1:2] if isinstance(layer, TransformerDecoderLayer) else ()
+        def call(layer: Any, x: Tensor) -> Tensor:
+            if not is_sharded(layer):
+                return self._run_layer(_compose_packed, layer, x, *arguments)
+            # A sharded layer is called, because its hooks gather the parameters.
+            layout, causal, mask, *memory = arguments
 
-        def run(layer: Any, x: Tensor, *memory: Tensor) -> Tensor:
-            return _compose_packed(layer, x, arguments[0], *memory, *arguments[1 + len(memory) :])
+            def run(layer: Any, x: Tensor, *tokens: Tensor) -> Tensor:
+                return _compose_packed(layer, x, layout, causal, mask, *tokens, *memory[1:])
 
-        return self.run_layer(layer, x, *memory, run)
+            return self._run_layer(layer, x, *memory[:1], run)
+
+        return self._run(tokens, lambda _, layer: layer.packed_attentions(*arguments), call)
 
     def _run(
-        self, x: Tensor, attentions: Callable[[int, Any], tuple[Any, ...]], call: Callable[[int, Any, Tensor], Tensor]
+        self,
+        x: Tensor,
+        attentions: Callable[[int, Any], tuple[Any, ...]],
+        call: Callable[[Any, Tensor], Tensor] | None = None,
     ) -> Tensor:
         """Run the layers, then the norm.
 
         Args:
             x: the input of the first layer.
             attentions: returns the attention callables for `compose`, from a layer's index and the layer.
-            call: runs a layer that is not composed here: of another class, or with activation checkpointing.
+            call: runs a layer of another class, or with activation checkpointing; None: its `compose`.
         """
         layers: Any = self.layers
         norm: Any = self.norm
@@ -111,25 +198,19 @@ class Stack(nn.Module):
                 compose = layer.carry if layer.norm_first else layer.compose
                 carried = compose(carried, *attentions(index, layer))
             else:
-                carried = call(index, layer, carried.add() if isinstance(carried, DeferredResidual) else carried)
+                carried = carried.add() if isinstance(carried, DeferredResidual) else carried
+                carried = layer.compose(carried, *attentions(index, layer)) if call is None else call(layer, carried)
         if not isinstance(carried, DeferredResidual):
             return carried if norm is None else norm(carried)
         return carried.add() if norm is None else carried.norm(norm, plain(norm, *NORMS))[0]
 
-    def _run_with_weights(self, x: Tensor, *masks: Any) -> tuple[Any, ...]:
-        """Run the layers on a padded batch, then the norm; also return all weights, `[layers, B, H, T, S]`.
-
-        masks: the arguments of a layer's `padded_attentions`.
-        """
+    def _run_with_weights(self, x: Tensor, memory: Tensor | None, masks: Sequence[Masks]) -> tuple[Any, ...]:
+        """Run the layers on a padded batch, then the norm; also return all weights, `[layers, B, H, T, S]`."""
         if x.is_nested:
             raise ValueError("need_weights takes padded batches, not nested tensors")
         check_apart(self, "need_weights")
-        weights: list[list[Tensor]] = [[], []]
-        out = self._run(
-            x,
-            lambda _, layer: layer.padded_attentions(*masks, weights=weights),
-            lambda _, layer, x: layer.compose(x, *layer.padded_attentions(*masks, weights=weights)),
-        )
+        weights: tuple[list[Tensor], ...] = ([], [])
+        out = self._run(x, lambda _, layer: layer.padded_attentions(memory, masks, weights))
         return out, *(torch.stack(of_layers) for of_layers in weights if of_layers)
 
     @torch.no_grad()
@@ -163,8 +244,7 @@ class Stack(nn.Module):
         tokens, layout = cache.tokens_of(x, lengths)
         count = tokens.shape[1]
         layers: Any = self.layers
-        fast = layout is None and not has_own_hooks(self) and runs_fast_path(tokens, cache)
-        fast = fast and all(type(layer) in _LAYERS and has_fast_path(layer) for layer in layers)
+        fast = layout is None and has_fast_path(self, tokens, cache)
         if not fast:
             check_apart(self, "decoding with a cache")
         write = cache.write(count, layout)
@@ -175,11 +255,7 @@ class Stack(nn.Module):
                 rows = one_token(layer, rows, layer_cache, write, cache)
             out = rows[:, None] if self.norm is None else self.norm(rows[:, None])  # type: ignore[operator]
         else:
-            out = self._run(
-                tokens,
-                lambda index, layer: cache.attentions(index, layer, write),
-                lambda index, layer, x: layer.compose(x, *cache.attentions(index, layer, write)),
-            )
+            out = self._run(tokens, lambda index, layer: cache.attentions(index, layer, write))
         cache.advance(count, layout)
         if layout is None:
             return out if cache.batch_first else out.transpose(0, 1)

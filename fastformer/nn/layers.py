@@ -8,7 +8,8 @@ initial values under a seed are torch's, and then change the classes of the chil
 Letters: B batch, H heads, T targets, S sources, D model width.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, Unpack
 
 import torch
@@ -18,14 +19,15 @@ from torch import Tensor, nn
 from fastformer import functional
 from fastformer.host.devices import check_masks, check_types
 from fastformer.nn.activations import as_function, is_gated
-from fastformer.nn.fast_path import run_torchs_layer, torchs_activation
 from fastformer.nn.inspection import plain, plain_parts
-from fastformer.nn.modules import activation_name, drop_in, make_norm, runs_as_torch, take_over
+from fastformer.nn.modules import activation_name, drop_in, make_norm, runs_as_torch, take_over_children
 from fastformer.nn.multihead_attention import MultiheadAttention
 from fastformer.nn.options import LayerOptions, attention_options, check_options
+from fastformer.nn.packed_input import Masks
 from fastformer.nn.sublayers import NORMS, Attention, DeferredResidual, norm_of, padded_call, product_dtype
 from fastformer.packing import Layout, offsets_of
 
+_ENCODER_CHILDREN = 8  # of an unmodified encoder layer
 BLOCKS = ("_sa_block", "_mha_block", "_ff_block")
 # The classes of children that ops may replace, so that the children are not called.
 PARTS: dict[str, tuple[type[nn.Module], ...]] = {
@@ -84,7 +86,7 @@ class _Layer(nn.Module):
             device,
             dtype,
         )
-        take_over(self)
+        take_over_children(self)
         self._take_options(nhead, options)
 
     def _take_options(self, heads: int, options: LayerOptions) -> None:
@@ -153,6 +155,40 @@ class _Layer(nn.Module):
             x = DeferredResidual(out, x, modules[dropout], dropout in unmodified)
         return x  # type: ignore[return-value]
 
+    def padded_attentions(
+        self, memory: Tensor | None, masks: Sequence[Masks], weights: Sequence[list[Tensor] | None] = (None, None)
+    ) -> tuple[Attention, ...]:
+        """Return the attention callables for padded batches, which call the modules as torch's layers do.
+
+        Args:
+            memory: the encoder's output, for a decoder.
+            masks: of each attention.
+            weights: for each attention a list to which its weights `[B, H, T, S]` are appended, or None.
+        """
+        calls = zip(self.attentions, (None, memory), masks, weights, strict=False)
+        return tuple([padded_call(*call) for call in calls])
+
+    def packed_attentions(
+        self,
+        layout: Layout,
+        causal: bool = False,
+        mask: Tensor | None = None,
+        memory: Tensor | None = None,
+        memory_layout: Layout | None = None,
+        memory_mask: Tensor | None = None,
+    ) -> tuple[Attention, ...]:
+        """Return the attention callables for packed sequences; arguments as of `MultiheadAttention.packed`."""
+        attentions: Any = self.attentions
+        own = partial(attentions[0].packed, layout=layout, causal=causal, attn_mask=mask)
+        if len(attentions) == 1:
+            return (own,)
+        # With None, attention would be to the tokens themselves.
+        check_types(("memory",), memory)
+        offsets_of("memory_layout", memory_layout)
+        return own, partial(
+            attentions[1].packed, layout=layout, memory=memory, memory_layout=memory_layout, attn_mask=memory_mask
+        )
+
     def plain_parts(self) -> set[str]:
         """Return the names of the children that an op may replace; called once in each call of the layer."""
         if self.own_blocks:
@@ -186,7 +222,16 @@ class TransformerEncoderLayer(_Layer, nn.TransformerEncoderLayer):
 
         torch's layer and stack take that fast path if this is not 0. It calls no overridden methods, adapters or hooks.
         """
-        return torchs_activation(self) if type(self) is TransformerEncoderLayer else 0
+        number = {"relu": 1, "gelu": 2}.get(activation_name(self.activation) or "", 0)
+        modules: Any = self._modules
+        unmodified = type(self) is TransformerEncoderLayer and len(self.plain_parts()) >= _ENCODER_CHILDREN
+        if not (number and unmodified and modules["self_attn"].is_torchs_formula):
+            return 0
+        if any(modules[name].training for name in ("dropout", "dropout1", "dropout2")):
+            return 0
+        parameters = [modules[name]._parameters for name in ("linear1", "linear2", "norm1", "norm2")]
+        dtypes = {getattr(x.get(name), "dtype", None) for x in parameters for name in ("weight", "bias")}
+        return number if dtypes == {self.self_attn.in_proj_weight.dtype} else 0
 
     @activation_relu_or_gelu.setter
     def activation_relu_or_gelu(self, value: int) -> None:
@@ -209,25 +254,13 @@ class TransformerEncoderLayer(_Layer, nn.TransformerEncoderLayer):
             return run(self, src)  # type: ignore[no-any-return]
         check_types(("src",), src)
         check_masks(("src_mask", "src_key_padding_mask"), src_mask, src_key_padding_mask)
-        if src_mask is None and src_key_padding_mask is None and not is_causal and runs_as_torch(src):
-            out = run_torchs_layer(self, src)
-            if out is not None:
-                return out
+        no_masks = src_mask is None and src_key_padding_mask is None and not is_causal
+        if no_masks and runs_as_torch(src) and self.activation_relu_or_gelu:
+            return nn.TransformerEncoderLayer.forward(self, src)
         if self.own_blocks or src.is_nested or not plain(self.self_attn, MultiheadAttention):
             return nn.TransformerEncoderLayer.forward(self, src, src_mask, src_key_padding_mask, is_causal)
-        return self.compose(src, *self.padded_attentions((src_mask, src_key_padding_mask, is_causal)))
-
-    def padded_attentions(
-        self, own_masks: tuple[Any, Any, Any], weights: list[list[Tensor]] | None = None
-    ) -> tuple[Attention, ...]:
-        """Return the attention callables for padded batches; arguments as in the decoder's layer."""
-        return (padded_call(self.self_attn, None, *own_masks, None if weights is None else weights[0]),)
-
-    def packed_attentions(
-        self, layout: Layout, causal: bool = False, src_mask: Tensor | None = None
-    ) -> tuple[Attention, ...]:
-        """Return the attention callables for packed sequences; src_mask as in forward, over layout.columns."""
-        return (lambda x: self.self_attn.packed(x, layout, causal=causal, attn_mask=src_mask),)
+        masks = (Masks(src_mask, src_key_padding_mask, is_causal),)
+        return self.compose(src, *self.padded_attentions(None, masks))
 
 
 @drop_in
@@ -266,44 +299,6 @@ class TransformerDecoderLayer(_Layer, nn.TransformerDecoderLayer):
             return nn.TransformerDecoderLayer.forward(self, tgt, memory, *masks, tgt_is_causal, memory_is_causal)
         check_types(("tgt", "memory"), tgt, memory)
         check_masks(("tgt_mask", "memory_mask", "tgt_key_padding_mask", "memory_key_padding_mask"), *masks)
-        own_masks = tgt_mask, tgt_key_padding_mask, tgt_is_causal
-        memory_masks = memory_mask, memory_key_padding_mask, memory_is_causal
-        return self.compose(tgt, *self.padded_attentions(memory, own_masks, memory_masks))
-
-    def packed_attentions(
-        self,
-        layout: Layout,
-        memory: Tensor,
-        memory_layout: Layout,
-        causal: bool = True,
-        tgt_mask: Tensor | None = None,
-        memory_mask: Tensor | None = None,
-    ) -> tuple[Attention, ...]:
-        """Return the attention callables for packed sequences; masks as in forward, over the layouts' columns."""
-        offsets_of("memory_layout", memory_layout)  # with None, attention would be to the tokens themselves
-        check_types(("memory",), memory)
-        return (
-            lambda x: self.self_attn.packed(x, layout, causal=causal, attn_mask=tgt_mask),
-            lambda x: self.multihead_attn.packed(x, layout, memory, memory_layout, attn_mask=memory_mask),
-        )
-
-    def padded_attentions(
-        self,
-        memory: Tensor,
-        own_masks: tuple[Any, Any, Any],
-        memory_masks: tuple[Any, Any, Any],
-        weights: list[list[Tensor]] | None = None,
-    ) -> tuple[Attention, ...]:
-        """Return the attention callables for padded batches.
-
-        Args:
-            memory: the encoder's output.
-            own_masks: mask, key padding mask and causal hint of self-attention.
-            memory_masks: mask, key padding mask and causal hint of attention to the memory.
-            weights: two lists, to which the weights of each attention are appended, `[B, H, T, S]`.
-        """
-        self_weights, memory_weights = (None, None) if weights is None else weights
-        return (
-            padded_call(self.self_attn, None, *own_masks, self_weights),
-            padded_call(self.multihead_attn, memory, *memory_masks, memory_weights),
-        )
+        own_masks = Masks(tgt_mask, tgt_key_padding_mask, tgt_is_causal)
+        memory_masks = Masks(memory_mask, memory_key_padding_mask, memory_is_causal)
+        return self.compose(tgt, *self.padded_attentions(memory, (own_masks, memory_masks)))

@@ -42,14 +42,17 @@ def drop_in(cls: type[M]) -> type[M]:
     return cls
 
 
-def runs_as_torch(x: Tensor) -> bool:
+def runs_as_torch(*inputs: Tensor) -> bool:
     """Return whether torch's own `forward` is faster: for few tokens in inference, on a CPU, without kernels.
 
     torch's fused ops for inference store all scores, so they are not used for many tokens.
     """
-    if torch.is_grad_enabled() or not is_torchs(x, None) or x.is_nested:
+    if torch.is_grad_enabled() or watched():
         return False
-    return 0 < x.numel() <= _FEW_TOKENS * x.shape[-1] and not (watched() or autocasts(x))
+    for x in inputs:
+        if not is_torchs(x, None) or x.is_nested or autocasts(x) or not 0 < x.numel() <= _FEW_TOKENS * x.shape[-1]:
+            return False
+    return True
 
 
 def take_over(module: nn.Module) -> None:
@@ -57,32 +60,17 @@ def take_over(module: nn.Module) -> None:
 
     Only torch's own classes are changed, not subclasses, whose `forward` may differ.
     """
-    if type(module) in DROP_INS:
+    is_torchs_class = type(module) in DROP_INS
+    if is_torchs_class:
         module.__class__ = DROP_INS[type(module)]
-    if isinstance(module, (nn.ModuleList, *DROP_INS)):
-        for child in module.children():
-            take_over(child)
+    if is_torchs_class or isinstance(module, nn.ModuleList):
+        take_over_children(module)
 
 
-def twin(module: nn.Module) -> nn.Module:
-    """Return the drop-in version of a torch.nn module with the same parameters; the original does not change."""
-    if type(module) not in DROP_INS:
-        return module
-    copy = _share(module)
-    copies = {child: _share(child) for child in copy.children() if type(child) in DROP_INS}
-    for name, child in copy._modules.items():
-        if child in copies:  # a child under two names stays one module
-            copy._modules[name] = copies[child]
-    take_over(copy)
-    return copy
-
-
-def _share(module: nn.Module) -> nn.Module:
-    """Return another module of the same class that shares the parameters, submodules and settings of `module`."""
-    other = module.__class__.__new__(module.__class__)
-    # The dicts are copied, so that replacing an entry of one module does not change the other.
-    other.__dict__.update({k: v.copy() if isinstance(v, dict) else v for k, v in module.__dict__.items()})
-    return other
+def take_over_children(module: nn.Module) -> None:
+    """Change the classes of a module's children as `take_over` does."""
+    for child in module.children():
+        take_over(child)
 
 
 def token_wise(part: T) -> T:

@@ -10,7 +10,6 @@ Letters: B batch, H heads, T queries, S keys, D model width (embed_dim), K head 
 from typing import Any, Unpack
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.functional import _mha_shape_check  # type: ignore[attr-defined]
 
@@ -18,15 +17,13 @@ from fastformer import functional
 from fastformer.functional.attention.rules import Window
 from fastformer.host.devices import check_masks, check_tensors
 from fastformer.modes import compiling
-from fastformer.nn.inspection import has_own_hooks
+from fastformer.nn.inspection import plain_parts
 from fastformer.nn.modules import drop_in, runs_as_torch
 from fastformer.nn.options import AttentionOptions, check_options
 from fastformer.nn.packed_input import causal_mask
-from fastformer.nn.projections import OUT_PROJECTIONS, Projections, check_attn_mask, op_masks
+from fastformer.nn.projections import Projections, op_masks
 from fastformer.nn.rotary import Positions
 from fastformer.packing import Layout, offsets_of, pack, unpack
-
-_OPTIONS = {"_kv_heads", "window", "softcap", "rotary", "position_bias", "sinks"}
 
 
 @drop_in
@@ -108,16 +105,19 @@ class MultiheadAttention(Projections):
         Raises:
             AssertionError, RuntimeError: as torch, for shapes and dtypes that do not fit.
         """
-        if key_padding_mask is None and key is value and runs_as_torch(query):
-            outputs = self._attend_to_few(query, key, attn_mask, is_causal, need_weights, average_attn_weights)
-            if outputs is not None:
-                return outputs
+        if key_padding_mask is None and key is value and not self.training and runs_as_torch(query, key):
+            masked = attn_mask is not None or is_causal
+            if self.is_torchs_formula and (not masked or (is_causal and attn_mask is not None and not need_weights)):
+                return super().forward(
+                    query, key, value, None, need_weights, attn_mask, average_attn_weights, is_causal
+                )
         check_tensors(("query", "key", "value"), query, (key, value))
         check_masks(("key_padding_mask", "attn_mask"), key_padding_mask, attn_mask)
+        arguments = query, key, value, key_padding_mask, need_weights, attn_mask, average_attn_weights
         if query.is_nested or key.is_nested:  # torch's encoder hands them to layers of other classes, in inference
             if self.differs:
                 raise ValueError("query and key must not be nested where attention has options that torch's has not")
-            return super().forward(query, key, value, key_padding_mask, need_weights, attn_mask, average_attn_weights)
+            return super().forward(*arguments)
         # torch's own checks, so that a mistake raises what it raises there.
         batched: bool = _mha_shape_check(query, key, value, key_padding_mask, attn_mask, self.num_heads)
         if not batched:
@@ -128,7 +128,9 @@ class MultiheadAttention(Projections):
             key_padding_mask = None if key_padding_mask is None else key_padding_mask.unsqueeze(0)
         time, rows = (1, 0) if self.batch_first or not batched else (0, 1)
         batch, length, keys = query.shape[rows], query.shape[time], key.shape[time]
-        self._check(query, key, value, key_padding_mask, attn_mask, rows, (batch, length, keys))
+        if not self._fits(query, key, value, key_padding_mask, attn_mask, rows, (batch, length, keys)):
+            super().forward(*arguments)  # raises
+            raise RuntimeError("query, key, value and the masks must be of shapes and dtypes that fit together")
 
         q, k, v = self._project(query, key, value, *self._positions(length, keys, time, query.device))  # [.., .., H, K]
         q, k, v = (x.permute(rows, 2, time, 3) for x in (q, k, v))  # [B, H, T, K]
@@ -188,15 +190,13 @@ class MultiheadAttention(Projections):
             ValueError: the module has `add_bias_kv` or `add_zero_attn`, whose keys belong to no sequence; causal and
                 attn_mask are both given; or the module counts positions, and a layout has gaps or, with a memory,
                 padding on the left.
-            AssertionError, RuntimeError: as in forward, for shapes and dtypes that do not fit.
+            ValueError, TypeError, RuntimeError: shapes or dtypes do not fit.
         """
         check_tensors(("query", "layout"), query, (offsets_of("layout", layout),))
         if self.bias_k is not None or self.add_zero_attn:
             raise ValueError("add_bias_kv and add_zero_attn must be False for packed sequences")
         if causal and attn_mask is not None:
             raise ValueError("causal must be False with attn_mask, which defines the keys of each query")
-        if query.shape[-1] != self.embed_dim:
-            self._check_width(query)
         memory = query if memory is None else memory
         key_layout = layout if memory_layout is None else memory_layout
         if self.counts_positions:
@@ -217,7 +217,6 @@ class MultiheadAttention(Projections):
             out = functional.packed_attention(q, k, v, layout, key_layout, causal=causal, **rules)
         else:
             rules = self.rules(max(layout.columns, key_layout.columns), q.device)
-            check_attn_mask(attn_mask, self.num_heads, layout.batch, layout.columns, key_layout.columns)
             mask, _ = op_masks(attn_mask, None, (layout.batch, self.num_heads), 0, q.dtype)
             q, k, v = (unpack(x, y).transpose(1, 2) for x, y in ((q, layout), (k, key_layout), (v, key_layout)))
             key_mask = key_layout.once("mask", key_layout.mask)
@@ -232,43 +231,14 @@ class MultiheadAttention(Projections):
             return True
         return self.by_distance or self.has_sinks
 
-    def _attend_to_few(
-        self, query: Tensor, key: Tensor, attn_mask: Tensor | None, is_causal: bool, weights: bool, average: bool
-    ) -> tuple[Tensor, Tensor | None] | None:
-        """Attend by torch's ops alone, for few tokens in inference; return None if fastformer's op is needed.
-
-        The op's checks in Python take a tenth of the time for 14 tokens of width 512.
-        """
-        D, fits = self.embed_dim, type(key) is Tensor and key.is_cpu and query.dim() == key.dim() == 3
-        hides = attn_mask is not None and not (is_causal and attn_mask.shape == (query.shape[-2], key.shape[-2]))
-        if not fits or hides or self.training or not self.batch_first or not self.is_torchs_formula():
-            return None
-        if not query.shape[2] == key.shape[2] == D or query.shape[0] != key.shape[0] or not key.shape[1]:
-            return None
-        out_proj = self.out_proj
-        masked = is_causal or attn_mask is not None
-        if key is query and not masked and self.num_heads % 2 == 0 and self.in_proj_bias is not None:
-            parameters = self.in_proj_weight, self.in_proj_bias, out_proj.weight, out_proj.bias
-            return torch._native_multi_head_attention(
-                query, key, key, D, self.num_heads, *parameters, None, weights, average
-            )
-        if weights:
-            return None
-        q, k, v = (x.transpose(1, 2) for x in self._project(query, key, key))
-        out = F.scaled_dot_product_attention(q, k, v, is_causal=masked).transpose(1, 2).flatten(2)
-        return F.linear(out, out_proj.weight, out_proj.bias), None
-
+    @property
     def is_torchs_formula(self) -> bool:
-        """Return whether torch's own `forward` computes what this module does, from parameters of torch's class."""
-        state = self.__dict__
-        parameters, modules = state["_parameters"], state["_modules"]
-        out_proj = modules["out_proj"]
-        if len(modules) > 1 or state["_buffers"] or "sinks" in parameters or not _OPTIONS.isdisjoint(state):
+        """Whether torch's own `forward` computes what this module does, from parameters of torch's class."""
+        out_proj, weight = self._modules["out_proj"], self._parameters.get("in_proj_weight")
+        if self.differs or type(weight) is not nn.Parameter or self.bias_k is not None or self.add_zero_attn:
             return False
-        if state["add_zero_attn"] or self.bias_k is not None:
-            return False
-        whole = type(parameters.get("in_proj_weight")) is type(out_proj._parameters.get("weight")) is nn.Parameter
-        return whole and type(out_proj) in OUT_PROJECTIONS and not has_own_hooks(out_proj)
+        plain_weight = type(out_proj._parameters.get("weight")) is nn.Parameter  # type: ignore[union-attr]
+        return plain_weight and "out_proj" in plain_parts(self, self.part_types)
 
     @property
     def has_sinks(self) -> bool:

@@ -4,6 +4,7 @@ Letters: B batch, L length, T packed tokens, D model width.
 """
 
 import math
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -11,36 +12,50 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.modules.transformer import _detect_is_causal_mask
 
+from fastformer.host.devices import check_masks
 from fastformer.modes import has_values, readable
-from fastformer.packing import Layout, pack, unpack
+from fastformer.packing import Layout, from_nested, pack, to_nested, unpack
+
+
+class Masks(NamedTuple):
+    """The masks of one attention in a padded batch, as torch's modules take them.
+
+    Attributes:
+        mask: `[L, S]` or `[B * H, L, S]`: bool (True = may not attend) or additive.
+        padding: `[B, S]`: bool (True = ignore) or additive.
+        is_causal: states that mask is the causal mask, which may then be None; None: not stated.
+    """
+
+    mask: Tensor | None = None
+    padding: Tensor | None = None
+    is_causal: bool | None = None
 
 
 class PackedInput(NamedTuple):
-    """The source or the target side of a padded batch: packs its tensors into tokens and unpacks tokens."""
+    """The real tokens `[T, D]` of a padded or nested batch, and the form of that batch."""
 
+    tokens: Tensor
     layout: Layout
-    batch_first: bool
-    batched: bool
+    batch_first: bool = True
+    batched: bool = True
+    nested: bool = False
 
-    def pack(self, x: Tensor) -> Tensor:
-        """Return the real tokens: `[T, D]`."""
-        x = x if self.batched else x.unsqueeze(0 if self.batch_first else 1)
-        return pack(x, self.layout, self.batch_first)
-
-    def unpack(self, tokens: Tensor) -> Tensor:
-        """Return tokens as a padded batch, zeros in place of padding."""
-        x = unpack(tokens, self.layout, self.batch_first)
+    def unpack(self) -> Tensor:
+        """Return the tokens in the form of the batch, zeros in place of padding."""
+        if self.nested:
+            return to_nested(self.tokens, self.layout)
+        x = unpack(self.tokens, self.layout, self.batch_first)
         return x if self.batched else x.squeeze(0 if self.batch_first else 1)
 
 
-def read_side(
+def pack_input(
     x: Tensor,
     padding: Tensor | None,
     batch_first: bool | None,
     counts_positions: bool = False,
     from_start: bool = False,
 ) -> PackedInput | None:
-    """Read the layout of the tokens of x `[B, L, D]`, `[L, B, D]` or `[L, D]`.
+    """Pack the real tokens of x `[B, L, D]`, `[L, B, D]` or `[L, D]`.
 
     Args:
         x: a padded batch.
@@ -51,23 +66,44 @@ def read_side(
             either. Attention to a memory needs that if it counts positions.
 
     Returns:
-        The side; None if it cannot run without padding or the arguments do not fit, which the padded run then reports.
+        The packed input; None if x cannot run without padding or the arguments do not fit, which the padded run then
+        reports.
     """
     batched = x.dim() == 3
     if x.dim() not in (2, 3) or batch_first is None:
         return None
-    B, L = (1, x.shape[0]) if not batched else x.shape[:2] if batch_first else (x.shape[1], x.shape[0])
+    rows = x if batched else x.unsqueeze(0 if batch_first else 1)
+    B, L = rows.shape[:2] if batch_first else (rows.shape[1], rows.shape[0])
     if padding is None:
-        return PackedInput(Layout.from_lengths([L] * B, x.device, L), batch_first, batched)
-    if not isinstance(padding, Tensor) or padding.shape != ((B, L) if batched else (L,)):
-        return None
-    hidden = hidden_keys(padding)
-    if hidden is None:
-        return None
-    layout = Layout.from_mask(hidden.view(B, L))
-    if (counts_positions and layout.has_gaps) or (from_start and not layout.starts_rows):
-        return None
-    return PackedInput(layout.to(x.device), batch_first, batched)
+        layout = Layout.from_lengths([L] * B, x.device, L)
+    else:
+        if not isinstance(padding, Tensor) or padding.shape != ((B, L) if batched else (L,)):
+            return None
+        hidden = hidden_keys(padding)
+        if hidden is None:
+            return None
+        layout = Layout.from_mask(hidden.view(B, L))
+        if (counts_positions and layout.has_gaps) or (from_start and not layout.starts_rows):
+            return None
+        layout = layout.to(x.device)
+    return PackedInput(pack(rows, layout, batch_first), layout, batch_first, batched)
+
+
+def pack_nested(
+    names: str, inputs: Sequence["Tensor | PackedInput"], masks: Sequence[Masks], obstacle: str | None = None
+) -> list[PackedInput]:
+    """Pack the nested input of a stack, and the nested memory if there is one; names: of the inputs, for messages.
+
+    Raises:
+        ValueError: there is a mask.
+        TypeError: one of the inputs is not nested.
+        RuntimeError: the layers need a padded batch: obstacle.
+    """
+    if any(x is not None for m in masks for x in (m.mask, m.padding)):
+        raise ValueError(f"{names} must not be nested where a mask is given: nested tensors hold no padding")
+    if obstacle is not None:
+        raise RuntimeError(f"{names} must not be nested where layers need a padded batch: {obstacle}")
+    return [x if isinstance(x, PackedInput) else PackedInput(*from_nested(x), nested=True) for x in inputs]
 
 
 def hidden_keys(padding: Tensor) -> Tensor | None:
@@ -160,19 +196,20 @@ def is_causal_mask(mask: Tensor | None, stated: bool, length: int) -> bool:
     return torch.equal(mask == float("-inf"), later) and not bool(mask.tril().any())
 
 
-def encoder_masks(mask: Tensor | None, padding: Tensor | None, x: Tensor) -> tuple[Tensor | None, Tensor | None]:
-    """Return the masks in the form in which torch's encoder passes them to its layers: floating point.
+def torchs_form(masks: Masks, x: Tensor, batch_first: bool | None, canonical: bool) -> Masks:
+    """Return the masks as torch's stacks pass them to layers: the hint as stated, else read from the mask's values.
 
     Args:
-        mask: bool (True = may not attend) or additive.
-        padding: bool (True = ignore) or additive.
-        x: the input of the stack; bool masks become its dtype.
+        masks: of self-attention.
+        x: the input of the stack.
+        batch_first: of the first layer.
+        canonical: whether bool masks become additive ones of x's dtype, as in torch's encoder.
     """
-    other = F._none_or_dtype(mask)
-    padding = F._canonical_mask(padding, "src_key_padding_mask", other, "mask", x.dtype)
-    return F._canonical_mask(mask, "mask", None, "", x.dtype, False), padding
-
-
-def causal_hint(mask: Tensor | None, stated: bool | None, x: Tensor, batch_first: bool | None) -> bool:
-    """Return the hint that torch's stacks pass on: as stated, else whether the values are those of the causal mask."""
-    return _detect_is_causal_mask(mask, stated, x.shape[1 if batch_first and x.dim() == 3 else 0])
+    mask, padding = masks.mask, masks.padding
+    check_masks(("mask",), mask)
+    if canonical:
+        other = F._none_or_dtype(mask)
+        padding = F._canonical_mask(padding, "src_key_padding_mask", other, "mask", x.dtype)
+        mask = F._canonical_mask(mask, "mask", None, "", x.dtype, False)
+    length = x.shape[1 if batch_first and x.dim() == 3 else 0]
+    return Masks(mask, padding, _detect_is_causal_mask(mask, masks.is_causal, length))

@@ -17,7 +17,7 @@ from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 from torch.nn.utils.parametrize import is_parametrized
 
 from fastformer import functional
-from fastformer.host.devices import check_types, in_autocast, linear
+from fastformer.host.devices import in_autocast, linear
 from fastformer.nn.inspection import has_own_hooks
 from fastformer.nn.modules import RMSNorm
 from fastformer.nn.options import AttentionOptions
@@ -114,30 +114,20 @@ class Projections(nn.MultiheadAttention):
 
     def queries(self, x: Tensor, positions: Positions | None = None) -> Tensor:
         """Project `[..., D]` to queries `[..., H, K]`; positions: of the tokens, required by rotary attention."""
-        weights, biases = self._weights()
-        return self._norm_and_rotate(self._heads(F.linear(x, weights[0], biases[0])), "q_norm", positions)
+        return self._project(x, None, None, positions)[0]  # type: ignore[no-any-return]
 
     def keys_values(self, x: Tensor, positions: Positions | None = None) -> tuple[Tensor, Tensor]:
         """Project `[..., D]` to keys and values, `[..., Hkv, K]` each."""
-        if self._qkv_same_embed_dim:
-            weight, bias = in_autocast(self.in_proj_weight), in_autocast(self.in_proj_bias)
-            q = self.num_heads * self.head_dim
-            kv = self._heads(F.linear(x, weight[q:], None if bias is None else bias[q:]))
-            k, v = kv.split_with_sizes([self.kv_heads] * 2, -2)
-        else:
-            weights, biases = self._weights()
-            k, v = (self._heads(F.linear(x, w, b)) for w, b in zip(weights[1:], biases[1:], strict=True))
-        return self._norm_and_rotate(k, "k_norm", positions), v
+        return self._project(None, x, x, None, positions)[1:]  # type: ignore[no-any-return]
 
     def queries_keys_values(self, x: Tensor, positions: Positions | None = None) -> tuple[Tensor, Tensor, Tensor]:
         """Project `[..., D]` to queries, keys and values of the same tokens, `[..., H or Hkv, K]` each."""
-        return self._project(x, x, x, positions, positions)
+        return self._project(x, x, x, positions, positions)  # type: ignore[no-any-return]
 
     def project_out(self, x: Tensor) -> Tensor:
         """Apply the output projection to `[..., D]`; the module is called only if it has hooks or another class."""
         kind = type(self.out_proj)
-        if kind not in OUT_PROJECTIONS and is_parametrized(self.out_proj):
-            kind = kind.__bases__[0]  # the class before parametrisation
+        kind = kind.__bases__[0] if is_parametrized(self.out_proj) else kind
         if kind not in OUT_PROJECTIONS or has_own_hooks(self.out_proj):
             return self.out_proj(x)  # type: ignore[no-any-return]
         return linear(x, self.out_proj.weight, self.out_proj.bias)
@@ -147,51 +137,48 @@ class Projections(nn.MultiheadAttention):
         K = self.head_dim
         return x.view(*x.shape[:-1], x.shape[-1] // K, K)
 
-    def _weights(self) -> tuple[Sequence[Tensor], Sequence[Tensor | None]]:
-        """Return the weights and the biases of the three input projections, stacked or separate."""
-        K = self.head_dim
-        sizes = [self.num_heads * K, self.kv_heads * K, self.kv_heads * K]
-        if self._qkv_same_embed_dim:
-            weights = in_autocast(self.in_proj_weight).split_with_sizes(sizes)
-        else:
-            weights = [in_autocast(x) for x in (self.q_proj_weight, self.k_proj_weight, self.v_proj_weight)]
-        bias = in_autocast(self.in_proj_bias)
-        return weights, (None, None, None) if bias is None else bias.split_with_sizes(sizes)
-
     def _project(
         self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
+        query: Tensor | None,
+        key: Tensor | None,
+        value: Tensor | None,
         positions: Positions | None = None,
         key_positions: Positions | None = None,
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """Project to `[..., heads, K]`, with one matrix product for inputs that are the same tensor."""
-        H, Hkv = self.num_heads, self._kv_heads or self.num_heads
-        if self._qkv_same_embed_dim and key is value:
-            if query is key:
-                qkv = self._heads(linear(query, self.in_proj_weight, self.in_proj_bias))
-                if self.rotary is not None and not self._has_qk_norms:  # one call rotates both
-                    qk, v = qkv.split_with_sizes([H + Hkv, Hkv], -2)
-                    q, k = self.turn(qk, positions).split_with_sizes([H, Hkv], -2)
-                    return q, k, v
-                q, k, v = qkv.split_with_sizes([H, Hkv, Hkv], -2)
-            else:
-                weight, bias = in_autocast(self.in_proj_weight), in_autocast(self.in_proj_bias)
-                # `split_with_sizes` (1.7 us; `split`: 3.7 us) concatenates both gradients in backward; slices would pad
-                # each with zeros.
-                sizes = [H * self.head_dim, 2 * Hkv * self.head_dim]
-                weights = weight.split_with_sizes(sizes)
-                biases = (None, None) if bias is None else bias.split_with_sizes(sizes)
-                q = self._heads(F.linear(query, weights[0], biases[0]))
-                k, v = self._heads(F.linear(key, weights[1], biases[1])).split_with_sizes([Hkv, Hkv], -2)
+    ) -> Any:
+        """Project to `[..., heads, K]`, with one matrix product for inputs that are the same tensor; None to None."""
+        H, Hkv = self.num_heads, self.kv_heads
+        q, k, v = query, key, value
+        if self._qkv_same_embed_dim and query is key is value:
+            qkv = self._heads(linear(query, self.in_proj_weight, self.in_proj_bias))  # type: ignore[arg-type]
+            if self.rotary is not None and not self._has_qk_norms:  # one call rotates both
+                qk, v = qkv.split_with_sizes([H + Hkv, Hkv], -2)
+                q, k = self.turn(qk, positions).split_with_sizes([H, Hkv], -2)
+                return q, k, v
+            q, k, v = qkv.split_with_sizes([H, Hkv, Hkv], -2)
+        elif self._qkv_same_embed_dim and key is value:
+            # `split_with_sizes` (1.7 us; `split`: 3.7 us) concatenates both gradients in backward; slices would pad
+            # each with zeros.
+            sizes = [H * self.head_dim, 2 * Hkv * self.head_dim]
+            weights = in_autocast(self.in_proj_weight).split_with_sizes(sizes)
+            q, kv = self._linear_each((query, key), weights, sizes)
+            k, v = (None, None) if kv is None else kv.split_with_sizes([Hkv, Hkv], -2)
         else:
-            weights, biases = self._weights()
-            inputs = zip((query, key, value), weights, biases, strict=True)
-            q, k, v = (self._heads(F.linear(x, w, b)) for x, w, b in inputs)
+            sizes = [H * self.head_dim, Hkv * self.head_dim, Hkv * self.head_dim]
+            if self._qkv_same_embed_dim:
+                weights = in_autocast(self.in_proj_weight).split_with_sizes(sizes)
+            else:
+                weights = [in_autocast(x) for x in (self.q_proj_weight, self.k_proj_weight, self.v_proj_weight)]
+            q, k, v = self._linear_each((query, key, value), weights, sizes)
         if self.rotary is None and len(self._modules) == 1:  # no norms: out_proj is the only child
             return q, k, v
-        return self._norm_and_rotate(q, "q_norm", positions), self._norm_and_rotate(k, "k_norm", key_positions), v
+        q = None if q is None else self._norm_and_rotate(q, "q_norm", positions)
+        return q, None if k is None else self._norm_and_rotate(k, "k_norm", key_positions), v
+
+    def _linear_each(self, inputs: Any, weights: Sequence[Tensor], sizes: list[int]) -> list[Any]:
+        bias = in_autocast(self.in_proj_bias)
+        biases = [None] * len(sizes) if bias is None else bias.split_with_sizes(sizes)
+        triples = zip(inputs, weights, biases, strict=True)
+        return [None if x is None else self._heads(F.linear(x, w, b)) for x, w, b in triples]
 
     @property
     def _has_qk_norms(self) -> bool:
@@ -232,7 +219,7 @@ class Projections(nn.MultiheadAttention):
             extra += 1
         return k, v, extra
 
-    def _check(
+    def _fits(
         self,
         query: Tensor,
         key: Tensor,
@@ -241,35 +228,25 @@ class Projections(nn.MultiheadAttention):
         attn_mask: Tensor | None,
         rows: int,
         sizes: tuple[int, int, int],
-    ) -> None:
-        """Raise what torch raises for arguments that do not fit together."""
+    ) -> bool:
+        """Return whether the shapes of a padded batch, and its masks, fit together."""
         batch, length, keys = sizes
-        if key_padding_mask is not None:
-            check_mask_dtype("key_padding_mask", key_padding_mask)
-        self._check_width(query)
-        if (key.shape[:2] if not self._qkv_same_embed_dim else key.shape) != (
-            value.shape[:2] if not self._qkv_same_embed_dim else value.shape
-        ):
-            raise AssertionError(f"key of shape {list(key.shape)} and value of {list(value.shape)} do not match")
-        if key.shape[rows] != batch:
-            raise RuntimeError(f"query and key must have the same batch, not {batch} and {key.shape[rows]}")
+        for mask in (attn_mask, key_padding_mask):
+            if mask is not None and mask.dtype != torch.bool and not mask.is_floating_point():
+                return False
         if attn_mask is not None:
-            check_attn_mask(attn_mask, self.num_heads, batch, length, keys)
+            shape = (length, keys) if attn_mask.dim() == 2 else (batch * self.num_heads, length, keys)
+            if attn_mask.shape != shape:
+                return False
         if key_padding_mask is not None and key_padding_mask.shape != (batch, keys):
-            shape = (batch, keys)
-            raise AssertionError(f"key_padding_mask must be of shape {list(shape)}, not {list(key_padding_mask.shape)}")
-
-    def _check_width(self, query: Tensor) -> None:
-        if query.shape[-1] != self.embed_dim:
-            raise AssertionError(f"query must have embedding size {self.embed_dim}, not {query.shape[-1]}")
+            return False
+        compared = 3 if self._qkv_same_embed_dim else 2
+        same = key.shape[:compared] == value.shape[:compared] and key.shape[rows] == batch
+        return same and query.shape[-1] == self.embed_dim
 
 
 def op_masks(
-    attn_mask: Tensor | None,
-    key_padding_mask: Tensor | None,
-    sizes: tuple[int, int],
-    extra: int,
-    dtype: torch.dtype,
+    attn_mask: Tensor | None, key_padding_mask: Tensor | None, sizes: tuple[int, int], extra: int, dtype: torch.dtype
 ) -> tuple[Tensor | None, Tensor | None]:
     """Return torch's masks (True = ignore) as the mask and key mask of `functional.attention` (True = attend).
 
@@ -280,33 +257,13 @@ def op_masks(
         extra: number of keys behind the S, which all queries may attend to.
         dtype: of additive masks.
     """
-    mask = key_mask = None
-    if attn_mask is not None:
-        mask = F.pad(attn_mask, (0, extra)) if extra else attn_mask  # False or 0.0: no query ignores the extra keys
+    mask, padding = (x if x is None or not extra else F.pad(x, (0, extra)) for x in (attn_mask, key_padding_mask))
+    if mask is not None:
         mask = mask.view(*sizes, *mask.shape[1:]) if mask.dim() == 3 else mask  # [B, H, T, S] or [T, S]
         mask = ~mask if mask.dtype == torch.bool else mask
-    if key_padding_mask is not None:
-        padding = F.pad(key_padding_mask, (0, extra)) if extra else key_padding_mask
-        if padding.dtype == torch.bool:
-            return mask, ~padding
-        padding = padding[:, None, None, :].to(dtype)
-        if mask is None:
-            mask = padding
-        else:
-            mask = padding.masked_fill(~mask, float("-inf")) if mask.dtype == torch.bool else mask + padding
-    return mask, key_mask
-
-
-def check_attn_mask(attn_mask: Tensor, heads: int, batch: int, length: int, keys: int) -> None:
-    """Raise what torch raises for an attn_mask that does not fit."""
-    check_mask_dtype("attn_mask", attn_mask)
-    shape = (length, keys) if attn_mask.dim() == 2 else (batch * heads, length, keys)
-    if attn_mask.shape != shape:
-        raise RuntimeError(f"attn_mask must be of shape {list(shape)}, not {list(attn_mask.shape)}")
-
-
-def check_mask_dtype(name: str, mask: Tensor) -> None:
-    """Raise what torch raises for a mask of integers."""
-    check_types((name,), mask)
-    if mask.dtype != torch.bool and not mask.is_floating_point():
-        raise AssertionError(f"{name} must be bool or floating point, not {mask.dtype}")
+    if padding is None or padding.dtype == torch.bool:
+        return mask, None if padding is None else ~padding
+    padding = padding[:, None, None, :].to(dtype)
+    if mask is None:
+        return padding, None
+    return padding.masked_fill(~mask, float("-inf")) if mask.dtype == torch.bool else mask + padding, None

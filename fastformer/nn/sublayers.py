@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from fastformer import functional
 from fastformer.host.devices import autocasts
 from fastformer.nn.modules import LayerNorm, RMSNorm
+from fastformer.nn.packed_input import Masks
 
 Attention = Callable[[Tensor], Tensor]  # normalised input -> attention output, of the same shape
 
@@ -77,19 +78,12 @@ def product_dtype(x: Tensor | DeferredResidual) -> torch.dtype | None:
     return torch.get_autocast_dtype(x.device.type)
 
 
-def padded_call(
-    attention: Any,
-    memory: Tensor | None,
-    mask: Tensor | None,
-    padding: Tensor | None,
-    is_causal: bool,
-    weights: list[Tensor] | None = None,
-) -> Attention:
+def padded_call(attention: Any, memory: Tensor | None, masks: Masks, weights: list[Tensor] | None = None) -> Attention:
     """Return a callable for attention in a padded batch, to itself or to memory, called as torch's layers call it."""
 
     def attend(x: Tensor) -> Tensor:
         kv = x if memory is None else memory
-        rules = {"attn_mask": mask, "key_padding_mask": padding, "is_causal": is_causal}
+        rules = {"attn_mask": masks.mask, "key_padding_mask": masks.padding, "is_causal": masks.is_causal}
         if weights is None:
             return attention(x, kv, kv, need_weights=False, **rules)[0]  # type: ignore[no-any-return]
         out, of_heads = attention(x, kv, kv, need_weights=True, average_attn_weights=False, **rules)

@@ -12,11 +12,11 @@ from torch import Tensor, nn
 
 from fastformer.host.devices import check_types
 from fastformer.nn.cache import KVCache
-from fastformer.nn.inspection import has_own_hooks, inspect_stack
+from fastformer.nn.inspection import has_global_hooks, has_own_hooks
 from fastformer.nn.layers import TransformerDecoderLayer, TransformerEncoderLayer
 from fastformer.nn.modules import drop_in, make_norm
 from fastformer.nn.options import LayerOptions, check_options
-from fastformer.nn.packed_input import PackedInput, read_side, same_mask
+from fastformer.nn.packed_input import Masks, same_mask
 from fastformer.nn.stacks import TransformerDecoder, TransformerEncoder
 from fastformer.packing import Layout
 
@@ -83,18 +83,17 @@ class Transformer(nn.Transformer):
         if not (src.is_nested or tgt.is_nested):
             self._check(src, tgt)
         same = same_mask(src_key_padding_mask, memory_key_padding_mask)
-        if same and not (memory_is_causal and memory_mask is None):
-            sides = self._read_sides(src, src_key_padding_mask, tgt, tgt_key_padding_mask)
-            if sides is not None:
-                source, side = sides
-                memory = self.encoder.encode(source, src, src_mask, bool(src_is_causal))
-                return self.decoder.decode(side, tgt, source, memory, tgt_mask, memory_mask, bool(tgt_is_causal))  # type: ignore[no-any-return]
-        memory = self._encode_padded(
-            src, same, mask=src_mask, src_key_padding_mask=src_key_padding_mask, is_causal=src_is_causal
-        )
+        own = Masks(src_mask, src_key_padding_mask, src_is_causal)
+        if same and self._runs_stacks_directly():
+            memory = self.encoder.run(src, None, (own,), keep_packed=True)
+            masks = (
+                Masks(tgt_mask, tgt_key_padding_mask, tgt_is_causal),
+                Masks(memory_mask, memory_key_padding_mask, memory_is_causal),
+            )
+            return self.decoder.run(tgt, memory, masks)  # type: ignore[no-any-return]
         return self.decoder(  # type: ignore[no-any-return]
             tgt,
-            memory,
+            self._encode_padded(src, same, own),
             tgt_mask=tgt_mask,
             memory_mask=memory_mask,
             tgt_key_padding_mask=tgt_key_padding_mask,
@@ -117,9 +116,8 @@ class Transformer(nn.Transformer):
     ) -> KVCache:
         """Encode src and make a cache for `step`; arguments as of `forward` and of the decoder's `new_cache`."""
         same = same_mask(src_key_padding_mask, memory_key_padding_mask)
-        masks = {"mask": src_mask, "src_key_padding_mask": src_key_padding_mask, "is_causal": src_is_causal}
         with torch.no_grad():
-            memory = self._encode_padded(src, same, **masks)
+            memory = self._encode_padded(src, same, Masks(src_mask, src_key_padding_mask, src_is_causal))
         return self._own_decoder().new_cache(
             memory, memory_key_padding_mask, hypotheses=hypotheses, longest=longest, capacity=capacity
         )
@@ -135,11 +133,18 @@ class Transformer(nn.Transformer):
             raise TypeError(f"decoder must be a fastformer.TransformerDecoder, not a {type(self.decoder).__name__}")
         return self.decoder
 
-    def _encode_padded(self, src: Tensor, same: bool, **masks: Any) -> Tensor:
+    def _runs_stacks_directly(self) -> bool:
+        """Return whether both stacks are fastformer's and without hooks, so that nothing observes their calls."""
+        are_fastformers = type(self.encoder) is TransformerEncoder and type(self.decoder) is TransformerDecoder
+        has_hooks = has_global_hooks() or has_own_hooks(self.encoder) or has_own_hooks(self.decoder)
+        return are_fastformers and not has_hooks
+
+    def _encode_padded(self, src: Tensor, same: bool, masks: Masks) -> Tensor:
         """Call the encoder; unless `same`, the decoder may see padded rows, so they have torch's values, not 0."""
+        mask, padding, is_causal = masks
         is_fastformers = getattr(type(self.encoder), "forward", None) is TransformerEncoder.forward
         options = {} if same or not is_fastformers else {"padding_free": False}
-        return self.encoder(src, **masks, **options)  # type: ignore[no-any-return]
+        return self.encoder(src, mask=mask, src_key_padding_mask=padding, is_causal=is_causal, **options)  # type: ignore[no-any-return]
 
     def _check(self, src: Tensor, tgt: Tensor) -> None:
         """Raise what torch raises for inputs that do not fit together."""
@@ -149,20 +154,3 @@ class Transformer(nn.Transformer):
         for name, x in (("src", src), ("tgt", tgt)):
             if x.shape[-1] != self.d_model:
                 raise RuntimeError(f"{name} must have d_model ({self.d_model}) features, not {x.shape[-1]}")
-
-    def _read_sides(
-        self, src: Tensor, padding: Tensor | None, tgt: Tensor, tgt_padding: Tensor | None
-    ) -> tuple[PackedInput, PackedInput] | None:
-        """Read both sides if both stacks are fastformer's, run without padding, and have no hooks."""
-        are_fastformers = type(self.encoder) is TransformerEncoder and type(self.decoder) is TransformerDecoder
-        if not are_fastformers or has_own_hooks(self.encoder) or has_own_hooks(self.decoder):
-            return None
-        encoder, decoder = inspect_stack(self.encoder), inspect_stack(self.decoder)
-        if encoder.batch_first != decoder.batch_first:
-            return None
-        if not (self.encoder.skips(encoder, None, padding) and self.decoder.skips(decoder, None, padding)):
-            return None
-        counts = bool(encoder.counting), "multihead_attn" in decoder.counting
-        source = read_side(src, padding, encoder.batch_first, *counts)
-        side = None if source is None else self.decoder.read_target(tgt, tgt_padding, source, decoder.counting)
-        return None if source is None or side is None else (source, side)

@@ -209,7 +209,7 @@ class Layout:
         return value  # type: ignore[no-any-return]
 
 
-def offsets_of(name: str, layout: Layout) -> Tensor:
+def offsets_of(name: str, layout: Layout | None) -> Tensor:
     """Return the offsets of a layout, whose device is the layout's device.
 
     Raises:

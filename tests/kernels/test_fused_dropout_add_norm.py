@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 
 import fastformer
 from fastformer.functional import dropout_add_layer_norm, dropout_add_rms_norm
-from fastformer.functional.norms import dropout_add_norm as fused
+from fastformer.functional.norms import fused
 from tests.kernels.norm_cases import DTYPES, LONG_ROWS, SHAPES, cuda_autocast, random, use_one_multiprocessor
 from tests.support.closeness import assert_close, gradients
 from tests.support.fused_op import DEVICE, assert_as_accurate_as_reference, needs_kernels, poisoned
@@ -247,8 +247,10 @@ def test_what_is_saved(norm):
 
 def test_only_wanted_gradients(monkeypatch, norm):
     """Nothing is allocated or computed for the others; rows may be added up in another order."""
-    asked, backward = [], fused._backward
-    monkeypatch.setattr(fused, "_backward", lambda *x: asked.append([t is not None for t in x[-4:]]) or backward(*x))
+    asked, backward = [], fused._dropout_add_norm_backward
+    monkeypatch.setattr(
+        fused, "_dropout_add_norm_backward", lambda *x: asked.append([t is not None for t in x[-4:]]) or backward(*x)
+    )
     tensors = norm.inputs(5, 24, dtype=torch.float32)
     each = range(len(tensors))
     for p in (0.0, 0.5):
@@ -307,7 +309,7 @@ def test_the_ops_pass_opcheck(centred):
     given = (x, residual, weight, bias, seed, 1e-5, 0.5, centred, torch.float32)
     torch.library.opcheck(forward.default, given)
     torch.library.opcheck(forward.default, (x, x, None, None, None, 1e-5, 0.0, centred, torch.float16))
-    y, s, mean, rstd = fused._forward(*given)
+    y, s, mean, rstd = fused._dropout_add_norm(*given)
     assert mean.shape == ((2, 3) if centred else (0,))
     mean = mean if centred else None
     dtypes = (torch.float32, torch.float16, torch.float16, torch.float32 if centred else None)

@@ -8,7 +8,8 @@ from torch.utils.checkpoint import checkpoint
 
 import fastformer
 from fastformer.functional import dropout_add_layer_norm, layer_norm
-from fastformer.functional.norms import layer_norm as fused
+from fastformer.functional.norms import fused
+from fastformer.functional.norms.op import output_dtype
 from tests.kernels.norm_cases import (
     DTYPES,
     LONG_ROWS,
@@ -174,7 +175,7 @@ def test_only_wanted_gradients(monkeypatch):
 def test_statistics_are_fp32():
     """In bf16 they would be wrong by one part in 256, and so would the gradients."""
     x, weight, bias = random(6, 40).bfloat16() + 4, random(40).bfloat16(), random(40).bfloat16()
-    _, mean, rstd = fused._forward(x, weight, bias, 1e-5, torch.bfloat16)
+    _, mean, rstd = fused._layer_norm(x, weight, bias, 1e-5, torch.bfloat16)
     assert_close(mean.sum(0), x.double().mean(1).float())
     assert_close(rstd, (x.double().var(1, correction=0) + 1e-5).rsqrt().float())
 
@@ -199,24 +200,24 @@ def test_autocast_on_a_gpu_gives_fp32_as_in_torch(dtype):
     with cuda_autocast(), FakeTensorMode():
         x, weight = torch.empty(2, 8, dtype=dtype, device="cuda"), torch.empty(8, device="cuda")
         expected = F.layer_norm(x, (8,), weight)
-        assert fused.layer_norm(x, (8,), weight, None, 1e-5).dtype == expected.dtype == torch.float32
+        assert layer_norm(x, (8,), weight, None, 1e-5).dtype == expected.dtype == torch.float32
 
 
 def test_autocast_on_a_cpu_leaves_it_alone():
     x, weight = random(2, 8).bfloat16().cpu(), random(8).float().cpu()
     with torch.autocast("cpu", torch.bfloat16):
-        assert fused.output_dtype("layer_norm", x) == F.layer_norm(x, (8,), weight).dtype == torch.bfloat16
+        assert output_dtype("layer_norm", x) == F.layer_norm(x, (8,), weight).dtype == torch.bfloat16
 
 
 def test_half_precision_in_and_fp32_out():
     """What the kernels do under autocast: one rounding less than casting back."""
     x, weight, bias = random(5, 24).bfloat16(), random(24).float(), random(24).float()
-    y, mean, rstd = fused._forward(x, weight, bias, 1e-5, torch.float32)
+    y, mean, rstd = fused._layer_norm(x, weight, bias, 1e-5, torch.float32)
     wide = [t.double().requires_grad_() for t in (x, weight, bias)]
     expected = F.layer_norm(wide[0], (24,), *wide[1:])
     assert_close(y, expected.float())
     dy = random(5, 24).float()
-    found = fused._backward(dy, x, weight, mean, rstd, torch.bfloat16, torch.float32, torch.float32)
+    found = fused._layer_norm_backward(dy, x, weight, mean, rstd, torch.bfloat16, torch.float32, torch.float32)
     for a, b in zip(found, torch.autograd.grad(expected, wide, dy.double()), strict=True):
         assert_close(a, b.to(a.dtype), roundings=4 if a.dtype == torch.bfloat16 else 100)
 
@@ -237,7 +238,7 @@ def test_the_ops_pass_opcheck():
     x, weight, bias = random(3, 8).float(), random(8).half(), random(8).float()
     torch.library.opcheck(torch.ops.fastformer.layer_norm.default, (x, weight, bias, 1e-5, torch.float32))
     torch.library.opcheck(torch.ops.fastformer.layer_norm.default, (x.half(), None, None, 1e-5, torch.float32))
-    _, mean, rstd = fused._forward(x, None, None, 1e-5, x.dtype)
+    _, mean, rstd = fused._layer_norm(x, None, None, 1e-5, x.dtype)
     dtypes = (torch.float32, torch.float16, torch.float32)
     torch.library.opcheck(torch.ops.fastformer.layer_norm_backward.default, (x, x, weight, mean, rstd, *dtypes))
     torch.library.opcheck(

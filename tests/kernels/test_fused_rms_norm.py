@@ -8,7 +8,7 @@ from torch.utils.checkpoint import checkpoint
 
 import fastformer
 from fastformer.functional import rms_norm
-from fastformer.functional.norms import rms_norm as fused
+from fastformer.functional.norms import fused
 from tests.kernels.norm_cases import (
     DTYPES,
     LONG_ROWS,
@@ -140,18 +140,18 @@ def test_autocast_on_a_gpu_is_torchs(dtype):
     with cuda_autocast(), FakeTensorMode():
         x, weight = torch.empty(2, 8, dtype=dtype, device="cuda"), torch.empty(8, device="cuda")
         expected = F.rms_norm(x, (8,), weight)
-        assert fused.rms_norm(x, (8,), weight, None).dtype == expected.dtype
+        assert rms_norm(x, (8,), weight, None).dtype == expected.dtype
 
 
 def test_half_precision_in_and_fp32_out():
     """What the kernels do under autocast: one rounding less than casting back."""
     x, weight = random(5, 24).bfloat16(), random(24).float()
-    y, rstd = fused._forward(x, weight, 1e-5, torch.float32)
+    y, rstd = fused._rms_norm(x, weight, 1e-5, torch.float32)
     wide = [t.double().requires_grad_() for t in (x, weight)]
     expected = F.rms_norm(wide[0], (24,), wide[1], 1e-5)
     assert_close(y, expected.float())
     dy = random(5, 24).float()
-    found = fused._backward(dy, x, weight, rstd, torch.bfloat16, torch.float32)
+    found = fused._rms_norm_backward(dy, x, weight, rstd, torch.bfloat16, torch.float32)
     for a, b in zip(found, torch.autograd.grad(expected, wide, dy.double()), strict=True):
         assert_close(a, b.to(a.dtype), roundings=4 if a.dtype == torch.bfloat16 else 100)
 
@@ -168,7 +168,7 @@ def test_the_ops_pass_opcheck():
     x, weight = random(3, 8).float(), random(8).half()
     torch.library.opcheck(torch.ops.fastformer.rms_norm.default, (x, weight, 1e-5, torch.float32))
     torch.library.opcheck(torch.ops.fastformer.rms_norm.default, (x.half(), None, 1e-5, torch.float32))
-    _, rstd = fused._forward(x, None, 1e-5, x.dtype)
+    _, rstd = fused._rms_norm(x, None, 1e-5, x.dtype)
     torch.library.opcheck(
         torch.ops.fastformer.rms_norm_backward.default, (x, x, weight, rstd, torch.float32, torch.float16)
     )

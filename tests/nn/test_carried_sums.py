@@ -41,7 +41,7 @@ def results(found, autocast, one_by_one):
         if one_by_one:
             out = x
             for layer in found.layers:
-                out = layer.compose(out, *layer.packed_attentions(LAYOUT, *more, causal=False))
+                out = layer.compose(out, *layer.packed_attentions(LAYOUT, False, None, *more))
             out = out if found.norm is None else found.norm(out)
         else:
             out = found.packed(x, LAYOUT, *more, causal=False)

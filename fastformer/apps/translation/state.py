@@ -9,8 +9,7 @@ from torch import Tensor
 from fastformer.apps.translation.model import TranslationModel
 from fastformer.host.cuda_graphs import Recorded, capture_or_warn, recorder
 from fastformer.host.devices import device_of
-from fastformer.nn.cache import KVCache
-from fastformer.nn.static_cache import StaticKVCache
+from fastformer.nn.cache import KVCache, StaticKVCache
 from fastformer.packing import Layout
 from fastformer.settings import check_value
 

@@ -1,1 +1,1 @@
-"""Norms over the last dimensions, one per file, and the step between two sublayers: residual, dropout and norm."""
+"""Norms over the last dimensions, and the step between two sublayers: residual, dropout and norm."""

@@ -97,29 +97,29 @@ def faults() -> Iterator[Fault]:
         "tl.range(0, BLOCK_P, BLOCK_P, num_stages=3)",
     )
     yield at(
-        f"{OPS}/norms/layer_norm",
+        f"{OPS}/norms/fused",
         values,
         "layer norm: statistics saved in the wrong order",
         "ctx.save_for_backward(*tensors, mean, rstd)",
         "ctx.save_for_backward(*tensors, rstd, mean)",
     )
     yield at(
-        f"{OPS}/norms/layer_norm",
+        f"{OPS}/norms/fused",
         "contract.py::test_gradients_by_other_ways_are_the_references[second derivative-layer_norm]",
         "layer norm: second derivative without the formula",
-        'if twice("layer_norm", ctx.formula):',
+        "if twice(NAMES[ctx.centred], ctx.formula):",
         "if False:",
         "RuntimeError: element 0 of tensors does not require grad",
     )
     yield at(
-        f"{OPS}/norms/layer_norm",
+        f"{OPS}/norms/fused",
         "layer_norm.py::test_only_wanted_gradients",
         "norms: gradients that nobody wants",
         "x.dtype if needed and x is not None else None",
         "x.dtype if x is not None else None",
     )
     yield at(
-        f"{OPS}/norms/layer_norm",
+        f"{OPS}/norms/op",
         "layer_norm.py::test_autocast_on_a_gpu_gives_fp32_as_in_torch[torch.float16]",
         "norms: autocast skipped",
         "if device in IN_FLOAT32[op] and torch.is_autocast_enabled(device):",
@@ -178,7 +178,7 @@ def faults() -> Iterator[Fault]:
         "s = residual + dropped(x, seed_ptr, rows, 0, threshold, scale)",
     )
     yield at(
-        f"{OPS}/norms/dropout_add_norm",
+        f"{OPS}/norms/fused",
         f"{one_mask}[layer norm-both-131-40-0.25]",
         "dropout, add, norm: dx taken for dresidual",
         "same_gradient = seed is None and x_dtype == residual_dtype",
@@ -222,11 +222,11 @@ def faults() -> Iterator[Fault]:
         "rms_norm.backward(dy, s, None, rstd, wanted, dw)",
     )
     yield at(
-        f"{OPS}/norms/dropout_add_norm",
+        f"{OPS}/norms/op",
         "dropout_add_norm.py::test_the_epsilon_of_rms_norm_is_fp32s_unless_given[torch.float32]",
         "dropout, add, RMS norm: no epsilon unless given",
-        "False, plain, epsilon(eps)",
-        "False, plain, eps or 0.0",
+        "torch.finfo(torch.float32).eps if eps is None else eps",
+        "eps or 0.0",
     )
     yield at(
         f"{KERNELS}/norms/layer_norm",

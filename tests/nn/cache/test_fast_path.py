@@ -69,7 +69,7 @@ def outputs(stack: Any, cache: KVCache) -> Tensor:
 
 def general(stack: Any, cache: KVCache) -> Tensor:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(layer_stack, "has_fast_path", lambda layer: False)
+        patch.setattr(layer_stack, "has_fast_path", lambda *_: False)
         return outputs(stack, cache)
 
 

@@ -224,14 +224,14 @@ class TransformerEncoderLayer(_Layer, nn.TransformerEncoderLayer):
         """
         number = {"relu": 1, "gelu": 2}.get(activation_name(self.activation) or "", 0)
         modules: Any = self._modules
-        unmodified = type(self) is TransformerEncoderLayer and len(self.plain_parts()) >= _ENCODER_CHILDREN
-        if not (number and unmodified and modules["self_attn"].is_torchs_formula):
+        if not number or type(self) is not TransformerEncoderLayer:
             return 0
         if any(modules[name].training for name in ("dropout", "dropout1", "dropout2")):
             return 0
+        if len(self.plain_parts()) < _ENCODER_CHILDREN or not modules["self_attn"].is_torchs_formula():
+            return 0
         parameters = [modules[name]._parameters for name in ("linear1", "linear2", "norm1", "norm2")]
-        dtypes = {getattr(x.get(name), "dtype", None) for x in parameters for name in ("weight", "bias")}
-        return number if dtypes == {self.self_attn.in_proj_weight.dtype} else 0
+        return 0 if any(x.get(name) is None for x in parameters for name in ("weight", "bias")) else number
 
     @activation_relu_or_gelu.setter
     def activation_relu_or_gelu(self, value: int) -> None:
@@ -255,12 +255,31 @@ class TransformerEncoderLayer(_Layer, nn.TransformerEncoderLayer):
         check_types(("src",), src)
         check_masks(("src_mask", "src_key_padding_mask"), src_mask, src_key_padding_mask)
         no_masks = src_mask is None and src_key_padding_mask is None and not is_causal
-        if no_masks and runs_as_torch(src) and self.activation_relu_or_gelu:
-            return nn.TransformerEncoderLayer.forward(self, src)
+        if no_masks and runs_as_torch(src):
+            out = self._run_torchs_op(src)
+            if out is not None:
+                return out
         if self.own_blocks or src.is_nested or not plain(self.self_attn, MultiheadAttention):
             return nn.TransformerEncoderLayer.forward(self, src, src_mask, src_key_padding_mask, is_causal)
         masks = (Masks(src_mask, src_key_padding_mask, is_causal),)
         return self.compose(src, *self.padded_attentions(None, masks))
+
+    def _run_torchs_op(self, src: Tensor) -> Tensor | None:
+        """Run torch's op for a whole layer on few tokens `[B, S, D]`; return None if it does not compute this layer."""
+        attention, activation, modules = self.self_attn, self.activation_relu_or_gelu, self._modules
+        if src.dim() != 3 or not activation or not attention.batch_first or attention.num_heads % 2:
+            return None
+        norms: Any = modules["norm1"], modules["norm2"]
+        if attention.training or norms[0].eps != norms[1].eps or attention.in_proj_bias is None:
+            return None
+        own = attention.in_proj_weight, attention.in_proj_bias, attention.out_proj.weight, attention.out_proj.bias
+        others: Any = [x for m in (*norms, modules["linear1"], modules["linear2"]) for x in (m.weight, m.bias)]
+        if any(type(x) is not nn.Parameter or x.dtype is not src.dtype for x in (*own, *others)):
+            return None
+        sizes = attention.embed_dim, attention.num_heads
+        return torch._transformer_encoder_layer_fwd(
+            src, *sizes, *own, activation == 2, self.norm_first, norms[0].eps, *others
+        )
 
 
 @drop_in

@@ -42,17 +42,14 @@ def drop_in(cls: type[M]) -> type[M]:
     return cls
 
 
-def runs_as_torch(*inputs: Tensor) -> bool:
-    """Return whether torch's own `forward` is faster: for few tokens in inference, on a CPU, without kernels.
+def runs_as_torch(x: Tensor) -> bool:
+    """Return whether torch's own ops are faster: for few tokens in inference, on a CPU, without kernels.
 
     torch's fused ops for inference store all scores, so they are not used for many tokens.
     """
-    if torch.is_grad_enabled() or watched():
+    if torch.is_grad_enabled() or not is_torchs(x, None) or x.is_nested:
         return False
-    for x in inputs:
-        if not is_torchs(x, None) or x.is_nested or autocasts(x) or not 0 < x.numel() <= _FEW_TOKENS * x.shape[-1]:
-            return False
-    return True
+    return 0 < x.numel() <= _FEW_TOKENS * x.shape[-1] and not (watched() or autocasts(x))
 
 
 def take_over(module: nn.Module) -> None:

@@ -9,7 +9,7 @@ from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise, zip_longest
 from pathlib import Path
-from typing import Literal
+from typing import Literal, get_args
 
 import numpy as np
 
@@ -18,7 +18,7 @@ from fastformer.settings import check_value
 from .files import TextError, iterate_lines, read_lines
 
 DocumentKind = Literal["line", "article", "file"]
-DOCUMENT_KINDS = ("line", "article", "file")
+DOCUMENT_KINDS = get_args(DocumentKind)
 
 # WikiText writes the title of an article as "= Title =" and its sections as "= = Section = =".
 _TITLE = re.compile(r"= (?!= ).+ =")
@@ -50,14 +50,12 @@ class ParallelCorpus:
         return ParallelCorpus([self.source[i] for i in indices], [self.target[i] for i in indices], name=name)
 
     def __str__(self) -> str:
-        notes = [f"{self.name}: {len(self):,} pairs"]
-        if self.dropped_empty:
-            notes.append(f"{self.dropped_empty:,} with an empty side dropped")
-        if self.dropped_copies:
-            notes.append(f"{self.dropped_copies:,} copies of held-out pairs dropped")
-        if self.beyond:
-            notes.append(f"{self.beyond:,} more left out")
-        return ", ".join(notes)
+        notes = {
+            "with an empty side dropped": self.dropped_empty,
+            "copies of held-out pairs dropped": self.dropped_copies,
+            "more left out": self.beyond,
+        }
+        return ", ".join([f"{self.name}: {len(self):,} pairs", *(f"{n:,} {what}" for what, n in notes.items() if n)])
 
 
 def read_parallel(
@@ -97,29 +95,27 @@ def split(
 ) -> tuple[ParallelCorpus, ParallelCorpus, ParallelCorpus]:
     """Shuffle a corpus and split it into training, validation and test pairs with no pair in common.
 
-    The three are disjoint in content, not only in line number: held-out pairs are distinct, and copies of them are
-    dropped from training (Europarl repeats formulas thousands of times). Raises ``ValueError`` for a negative
-    count, and ``TextError`` if no distinct pair would be left for training.
+    Held-out pairs are distinct, and copies of them are dropped from training (Europarl repeats formulas thousands of
+    times). Raises ``ValueError`` for a negative count, and ``TextError`` if no pair would be left for training.
     """
     for name, value in (("validation", validation), ("test", test)):
         check_value(name, value, int, at_least=0)
-    order = np.random.default_rng(seed).permutation(len(corpus)).tolist()
     held_out: dict[tuple[str, str], int] = {}
-    train, copies = [], 0
-    for i in order:
-        pair = (corpus.source[i], corpus.target[i])
-        if pair in held_out:
-            copies += 1
-        elif len(held_out) < validation + test:
-            held_out[pair] = i
-        else:
-            train.append(i)
+    train = []
+    for i in np.random.default_rng(seed).permutation(len(corpus)).tolist():
+        pair = corpus.source[i], corpus.target[i]
+        if pair not in held_out:
+            if len(held_out) < validation + test:
+                held_out[pair] = i
+            else:
+                train.append(i)
     if not train:
         raise TextError(
             f"{corpus.name}: {len(corpus):,} pairs ({len(held_out):,} distinct) leave none for training "
             f"after {validation:,} for validation and {test:,} for test"
         )
     chosen = list(held_out.values())
+    copies = len(corpus) - len(train) - len(chosen)
     training = corpus.take(train, "train")
     training = replace(training, dropped_empty=corpus.dropped_empty, dropped_copies=copies, beyond=corpus.beyond)
     return training, corpus.take(chosen[:validation], "valid"), corpus.take(chosen[validation:], "test")
@@ -143,10 +139,15 @@ class TextCorpus:
     @property
     def words(self) -> int:
         """Number of words between spaces, plus one end of line (<eos>) a line."""
-        return sum(len(line.split()) + 1 for line in self.lines)
+        return count_words(self.lines)
 
     def __str__(self) -> str:
         return f"{self.name}: {len(self):,} documents, {self.words:,} words (one <eos> a line counted)"
+
+
+def count_words(lines: Sequence[str]) -> int:
+    """Return the number of words between spaces, plus one <eos> a line."""
+    return sum(len(line.split()) + 1 for line in lines)
 
 
 def cut_lines(lines: Sequence[str], document: DocumentKind) -> list[list[str]]:
@@ -212,10 +213,9 @@ def hold_out(keys: Sequence[Hashable], share: float, seed: int, what: str) -> tu
 
 
 def split_text(corpus: TextCorpus, share: float, seed: int) -> tuple[TextCorpus, TextCorpus, TextCorpus]:
-    """Split a text into training, validation and test documents, drawn at random.
+    """Draw `share` of the documents each for validation and testing; see `hold_out`. Equal documents stay together.
 
-    Each held-out set gets `share` of all documents. Documents with the same lines go to the same set. Raises
-    ``TextError`` if there are too few documents for three sets.
+    Raises ``TextError`` if there are too few documents for three sets.
     """
     try:
         sets = hold_out([tuple(document) for document in corpus.documents], share, seed, "documents")

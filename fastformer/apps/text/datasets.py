@@ -6,22 +6,22 @@ reads two of the languages as corpora. A wrong count is an error for a corpus wi
 which is often used in part, it is a warning in the report.
 """
 
-import json
 import re
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+
+from pydantic import TypeAdapter, ValidationError
 
 from fastformer.apps.system.files import write_file
 
-from .corpora import DocumentKind, ParallelCorpus, TextCorpus, read_parallel, read_text, split
-from .files import COMPRESSED, TextError, read_json, read_lines, write_lines
+from .corpora import DocumentKind, ParallelCorpus, TextCorpus, count_words, read_parallel, read_text, split
+from .files import COMPRESSED, TextError, read_lines, write_lines
 
 Files = dict[str, list[str]]
 
 SPLITS = ("train", "valid", "test")
-_REPORT = "dataset.json"
+_REPORT, _UNFINISHED = "dataset.json", b"{}"  # a folder whose preparation did not end may be prepared again
 _COMPRESSED = f"({'|'.join(map(re.escape, COMPRESSED))})?"
 _EUROPARL_HELD_OUT = 3000  # sentence pairs for validation and as many for test, the size of a WMT test set
 _EUROPARL_SEED = 1
@@ -36,12 +36,12 @@ class DatasetReport:
     """Report of `prepare`: the files written with their line counts, warnings, and the licence notice to be shown."""
 
     name: str
-    folder: str
     languages: list[str]
     lines: dict[str, int]
     notice: str
     tokens: dict[str, int] = field(default_factory=dict)
     warnings: list[str] = field(default_factory=list)
+    folder: str = ""
 
     def __str__(self) -> str:
         rows = [f"{self.name} in {self.folder}"]
@@ -51,12 +51,20 @@ class DatasetReport:
         return "\n".join([*rows, *(f"  note: {warning}" for warning in self.warnings), f"  {self.notice}"])
 
 
+_REPORTS = TypeAdapter(DatasetReport)
+
+
 def _find(folder: Path, names: Sequence[str]) -> Path:
     """Return the first of the names that exists, plain or compressed."""
     for path in (folder / f"{name}{suffix}" for name in names for suffix in ("", *COMPRESSED)):
         if path.is_file():
             return path
     raise FileNotFoundError(f"{folder}: none of {', '.join(names)} is there, plain or compressed")
+
+
+def _read(folder: Path, *names: str) -> tuple[Path, list[str]]:
+    path = _find(folder, names)
+    return path, [line.strip() for line in read_lines(path)]
 
 
 def _matches(folder: Path, pattern: str) -> list[str]:
@@ -72,12 +80,11 @@ def _multi30k(folder: Path) -> tuple[Files, list[str]]:
             f"{folder}: train.LANGUAGE (plain or compressed) of at least two languages is needed, found {languages}"
         )
     files = {}
-    for name in SPLITS:
+    for name, expected in _MULTI30K_LINES.items():
         for language in languages:
-            path = _find(folder, [f"{stem}.{language}" for stem in _MULTI30K_FILES[name]])
-            lines = [line.strip() for line in read_lines(path)]
-            if len(lines) != _MULTI30K_LINES[name]:
-                raise TextError(f"{path}: {len(lines):,} lines, but Multi30k has {_MULTI30K_LINES[name]:,} there")
+            path, lines = _read(folder, *(f"{stem}.{language}" for stem in _MULTI30K_FILES[name]))
+            if len(lines) != expected:
+                raise TextError(f"{path}: {len(lines):,} lines, but Multi30k has {expected:,} there")
             files[f"{name}.{language}"] = lines
     return files, []
 
@@ -96,25 +103,20 @@ def _europarl(folder: Path) -> tuple[Files, list[str]]:
     if read != (published := _EUROPARL_LINES.get(pairs[0], read)):
         warnings.append(f"{read:,} lines, where the published corpus has {published:,}: a part of it, or another one")
     splits = split(corpus, _EUROPARL_HELD_OUT, _EUROPARL_HELD_OUT, _EUROPARL_SEED)
-    warnings.append(str(splits[0]))
     files: Files = {}
     for each in splits:
         files |= {f"{each.name}.{first}": each.source, f"{each.name}.{second}": each.target}
-    return files, warnings
+    return files, [*warnings, str(splits[0])]
 
 
 def _wikitext2(folder: Path) -> tuple[Files, list[str]]:
     files = {}
     for name, expected in _WIKITEXT_TOKENS.items():
-        path = _find(folder, (f"{name}.txt", f"wiki.{name}.tokens"))
-        files[f"{name}.txt"] = lines = [line.strip() for line in read_lines(path)]
-        if (count := _tokens(lines)) != expected:
+        path, lines = _read(folder, f"{name}.txt", f"wiki.{name}.tokens")
+        if (count := count_words(lines)) != expected:
             raise TextError(f"{path}: {count:,} tokens with one <eos> a line, but WikiText-2 has {expected:,} there")
+        files[f"{name}.txt"] = lines
     return files, []
-
-
-def _tokens(lines: list[str]) -> int:
-    return sum(len(line.split()) + 1 for line in lines)
 
 
 _NOTICES = {
@@ -158,28 +160,37 @@ def prepare(name: str, from_path: str | Path, to_folder: str | Path) -> DatasetR
     files, warnings = _READERS[name](origin)
     report = DatasetReport(
         name=name,
-        folder=str(folder),
         languages=sorted({file.partition(".")[2] for file in files} - {"txt"}),
         lines={file: len(lines) for file, lines in files.items()},
         notice=_NOTICES[name],
-        tokens={file: _tokens(lines) for file, lines in files.items() if file.endswith(".txt")},
+        tokens={file: count_words(lines) for file, lines in files.items() if file.endswith(".txt")},
         warnings=warnings,
+        folder=str(folder),
     )
-    content = {key: value for key, value in asdict(report).items() if key != "folder"}
     folder.mkdir(parents=True, exist_ok=True)
-    write_file(folder / _REPORT, b"{}")  # marks a folder with an unfinished preparation, which may be repeated
+    write_file(folder / _REPORT, _UNFINISHED)
     for file, lines in files.items():
         write_lines(folder / file, lines)
-    write_file(folder / _REPORT, json.dumps(content, ensure_ascii=False, indent=2).encode("utf-8"))
+    write_file(folder / _REPORT, _REPORTS.dump_json(report, indent=2, exclude={"folder"}))
     return report
 
 
 def _was_prepared(folder: Path) -> bool:
     """Return whether `prepare` wrote the folder's dataset.json, which other programs may also write."""
     try:
-        return read_json(folder / _REPORT) == {} or _read_report(folder).name in DATASETS
+        return (folder / _REPORT).read_bytes() == _UNFINISHED or _read_report(folder).name in DATASETS
     except (FileNotFoundError, TextError):
         return False
+
+
+def _read_report(folder: Path) -> DatasetReport:
+    path = folder / _REPORT
+    if not path.is_file():
+        raise FileNotFoundError(f"{path}: no such file; make the folder with: fastformer data NAME --from PATH")
+    try:
+        return _REPORTS.validate_json(path.read_bytes())
+    except ValidationError as error:
+        raise TextError(f"{path}: damaged, or its preparation did not end; prepare the dataset again") from error
 
 
 def open_dataset(
@@ -190,23 +201,18 @@ def open_dataset(
     limit: the most training pairs, the first ones; None: all. Europarl's are in random order.
 
     Raises ``FileNotFoundError`` if the folder was not prepared, ``ValueError`` for a missing language, and
-    ``TextError`` if a file has another number of lines than was prepared.
+    ``TextError`` if a file is damaged.
     """
-    folder = Path(folder)
-    report = _read_report(folder)
-    if source_language == target_language or {source_language, target_language} - set(report.languages):
+    languages = _read_report(Path(folder)).languages
+    if source_language == target_language or {source_language, target_language} - set(languages):
         raise ValueError(
-            f"{folder}: the languages must be two different ones of {report.languages or 'none at all'}, "
+            f"{folder}: the languages must be two different ones of {languages or 'none at all'}, "
             f"got {source_language!r} and {target_language!r}"
         )
     corpora = []
     for name in SPLITS:
-        source, target = folder / f"{name}.{source_language}", folder / f"{name}.{target_language}"
-        corpus = read_parallel(source, target, name, limit if name == "train" else None)
-        read, expected = len(corpus) + corpus.dropped_empty + corpus.beyond, report.lines.get(source.name, 0)
-        if read != expected:
-            raise TextError(f"{source}: {read:,} lines, but {expected:,} were prepared; prepare again")
-        corpora.append(corpus)
+        source, target = (Path(folder, f"{name}.{language}") for language in (source_language, target_language))
+        corpora.append(read_parallel(source, target, name, limit if name == "train" else None))
     train, valid, test = corpora
     return train, valid, test
 
@@ -217,47 +223,12 @@ def open_text_dataset(
     """Read training, validation and test text of a prepared folder.
 
     document: what counts as a document; None: an article. Raises ``FileNotFoundError`` if the folder was not prepared,
-    ``ValueError`` if it holds sentence pairs, and ``TextError`` if a file has another number of lines or tokens than
-    was prepared.
+    ``ValueError`` if it holds sentence pairs, and ``TextError`` if a file is damaged.
     """
-    folder = Path(folder)
-    report = _read_report(folder)
-    if report.languages or not report.tokens:
+    report = _read_report(Path(folder))
+    if report.languages:
         raise ValueError(
             f"{folder}: holds {report.name}, sentence pairs; a language model needs text, such as wikitext2"
         )
-    corpora = []
-    for name in SPLITS:
-        path = folder / f"{name}.txt"
-        corpus = read_text(path, document or "article", name)
-        read = len(corpus.lines), corpus.words
-        expected = report.lines.get(path.name, 0), report.tokens.get(path.name, 0)
-        if read != expected:
-            raise TextError(
-                f"{path}: {read[0]:,} lines and {read[1]:,} tokens (one <eos> a line counted), but {expected[0]:,} and "
-                f"{expected[1]:,} were prepared; prepare again"
-            )
-        corpora.append(corpus)
-    train, valid, test = corpora
+    train, valid, test = (read_text(Path(folder, f"{name}.txt"), document or "article", name) for name in SPLITS)
     return train, valid, test
-
-
-def _read_report(folder: Path) -> DatasetReport:
-    path = folder / _REPORT
-    if not path.is_file():
-        raise FileNotFoundError(f"{path}: no such file; make the folder with: fastformer data NAME --from PATH")
-    content: Any = None
-    try:
-        content = read_json(path)
-        return DatasetReport(
-            name=str(content["name"]),
-            folder=str(folder),
-            languages=[str(name) for name in content["languages"]],
-            lines={name: int(count) for name, count in dict(content["lines"]).items()},
-            notice=str(content["notice"]),
-            tokens={name: int(count) for name, count in dict(content["tokens"]).items()},
-            warnings=list(content["warnings"]),
-        )
-    except (ValueError, KeyError, TypeError, OverflowError) as error:
-        reason = "its preparation did not end" if content == {} else f"damaged ({error!r})"
-        raise TextError(f"{path}: {reason}; prepare the dataset again") from error

@@ -14,7 +14,6 @@ import sysconfig
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Literal
 
 from fastformer.settings import check_value
 
@@ -47,17 +46,19 @@ def docstring_corpora(
     remaining = size  # characters
     # In the order of their hashes, the first files are a sample of all of them.
     for digest, path in sorted(_files(roots)):
+        # The end of the hash, because files are sorted by its beginning.
+        bucket = int(digest[-8:], 16) % 100
+        corpus = corpora["valid" if bucket < _HELD_OUT else "test" if bucket < 2 * _HELD_OUT else "train"]
         for text in _docstrings(path):
             if text not in seen and remaining > 0:
                 seen.add(text)
-                corpora[_corpus_of(digest)].append([text])
+                corpus.append([text])
                 remaining -= len(text)
         if remaining <= 0:
             break
-    for name, documents in corpora.items():
-        if not documents:
-            folders = ", ".join(str(root) for root in roots.values()) or "no folder"
-            raise TextError(f"no docstring for {name} within {size:,} characters of {folders}; raise the size")
+    if empty := [name for name, documents in corpora.items() if not documents]:
+        folders = ", ".join(map(str, roots.values())) or "no folder"
+        raise TextError(f"no docstring for {empty[0]} within {size:,} characters of {folders}; raise the size")
     train, valid, test = (TextCorpus(documents, name) for name, documents in corpora.items())
     return train, valid, test
 
@@ -79,12 +80,6 @@ def _files(roots: dict[str, Path]) -> Iterator[tuple[str, Path]]:
             for path in (Path(folder, file) for file in files if file.endswith(".py")):
                 inside = path.relative_to(root).as_posix()
                 yield hashlib.sha256(f"{name}/{inside}".encode()).hexdigest(), path
-
-
-def _corpus_of(digest: str) -> Literal["train", "valid", "test"]:
-    # The end of the hash, because files are sorted by its beginning.
-    bucket = int(digest[-8:], 16) % 100
-    return "valid" if bucket < _HELD_OUT else "test" if bucket < 2 * _HELD_OUT else "train"
 
 
 def _docstrings(path: Path) -> Iterator[str]:

@@ -13,31 +13,20 @@ import lzma
 import re
 import zlib
 from collections.abc import Iterable, Iterator
-from io import BufferedIOBase, BufferedReader
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from fastformer.apps.system.files import naming, replacing, write_file
 
 _BYTE_ORDER_MARK = b"\xef\xbb\xbf"
-
-
-class _Compression(NamedTuple):
-    """A compression: first bytes of its files (no text begins with them), their suffix, and the module to open them."""
-
-    name: str
-    start: bytes
-    suffix: str
-    module: str
-
-
-_COMPRESSIONS = (
-    _Compression("gzip", rb"\x1f\x8b", ".gz", "gzip"),
-    _Compression("bzip2", rb"BZh[1-9](1AY&SY|\x17rE8P\x90)", ".bz2", "bz2"),
-    _Compression("xz", rb"\xfd7zXZ\0", ".xz", "lzma"),
-    _Compression("Zstandard", rb"\x28\xb5\x2f\xfd", ".zst", "compression.zstd"),
-)
-COMPRESSED = tuple(each.suffix for each in _COMPRESSIONS)
+# The module that opens compressed files, by their first bytes, with which no text begins.
+_MODULES = {
+    rb"\x1f\x8b": "gzip",
+    rb"BZh[1-9]1AY&SY": "bz2",
+    rb"\xfd7zXZ\0": "lzma",
+    rb"\x28\xb5\x2f\xfd": "compression.zstd",
+}
+COMPRESSED = (".gz", ".bz2", ".xz", ".zst")
 
 
 class TextError(ValueError):
@@ -50,42 +39,24 @@ def iterate_lines(path: str | Path) -> Iterator[str]:
     The file may be a pipe, such as a shell's process substitution.
     """
     path = Path(path)
-    if "\0" in str(path):
-        raise TextError(f"{str(path)!r}: a NUL character in the name of a file")
-    empty, compression = True, None
+    module, line = None, None
     try:
-        if path.is_dir():
-            raise TextError(f"{path}: is a folder, not a text file")
         with path.open("rb") as file:
-            compression = _compression(file.peek(10), path.suffix)
-            for line in lines_of(_unpacked(file, compression, path), str(path)):
-                empty = False
+            start = file.peek(10)
+            module = next((name for pattern, name in _MODULES.items() if re.match(pattern, start)), None)
+            source = importlib.import_module(module).open(file) if module else file
+            for line in lines_of(source, str(path)):
                 yield line
     except FileNotFoundError:
         raise FileNotFoundError(f"{path}: no such file") from None
-    except (EOFError, OSError, zlib.error, lzma.LZMAError) as error:
-        if compression and getattr(error, "errno", None) is None:
-            raise TextError(f"{path}: not a complete {compression.name} file ({error})") from error
-        raise TextError(f"{path}: cannot be read ({getattr(error, 'strerror', error)})") from error
-    if empty:
-        raise TextError(f"{path}: the file is empty")
-
-
-def _compression(start: bytes, suffix: str) -> _Compression | None:
-    """Return the compression of a file by first bytes, else by suffix; None for plain text and an empty file."""
-    matches = [each for each in _COMPRESSIONS if re.match(each.start, start)]
-    matches += [each for each in _COMPRESSIONS if start and each.suffix == suffix]
-    return matches[0] if matches else None
-
-
-def _unpacked(file: BufferedReader, compression: _Compression | None, path: Path) -> BufferedIOBase:
-    if compression is None:
-        return file
-    try:
-        opened: BufferedIOBase = importlib.import_module(compression.module).open(file)
     except ImportError:
         raise TextError(f"{path}: Zstandard needs Python 3.14; unpack the file: zstd -d {path.name}") from None
-    return opened
+    except (EOFError, OSError, zlib.error, lzma.LZMAError) as error:
+        if module and getattr(error, "errno", None) is None:
+            raise TextError(f"{path}: not a complete {module} file ({error})") from error
+        raise TextError(f"{path}: cannot be read ({getattr(error, 'strerror', error)})") from error
+    if line is None:
+        raise TextError(f"{path}: the file is empty")
 
 
 def lines_of(source: Iterable[bytes], name: str) -> Iterator[str]:
@@ -180,22 +151,16 @@ def write_lines(path: str | Path, lines: Iterable[str]) -> None:
 
 
 def write_texts(path: str | Path, texts: Iterable[str]) -> None:
-    """Write texts as UTF-8, each with a final newline as soon as it is available, and each completely or not at all.
+    """Write texts as UTF-8, each with a final newline as soon as it is available.
 
     The texts are appended to a file NAME.partial, which is renamed to `path` at the end. If an error or an interrupt
     ends the texts, that file stays, with a warning that names it. Open files (/dev/stdout), devices and pipes are
-    written to directly; a pipe may get half of a text. Raises ``TextError`` for half of a surrogate pair.
+    written to directly. Raises ``TextError`` for half of a surrogate pair.
     """
     path = Path(path)
     with replacing(path, partial=True) as file:
         for number, text in enumerate(texts, start=1):
             data = memoryview(encode_text(text, f"{path}, text {number}") + b"\n")
-            end = file.tell() if file.seekable() else None
-            try:
-                with naming(path):
-                    while data:
-                        data = data[file.write(data) :]
-            except BaseException:  # a full disk, or Ctrl-C
-                if end is not None:
-                    file.truncate(end)
-                raise
+            with naming(path):
+                while data:
+                    data = data[file.write(data) :]

@@ -88,7 +88,7 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
         to.mkdir()
         for name, lines in contents.items():
             write_lines(to / name, lines)
-        report = DatasetReport("mine", str(to), languages, {k: len(v) for k, v in contents.items()}, "", counts)
+        report = DatasetReport("mine", languages, {k: len(v) for k, v in contents.items()}, "", counts)
         (to / "dataset.json").write_text(json.dumps(dataclasses.asdict(report)))
     for name, lines in pairs.items():
         write_lines(folder / name, lines)

@@ -8,7 +8,7 @@ import pytest
 
 pytest.importorskip("typer", reason="the command line needs the extra `apps`")
 
-from fastformer.apps.text import TextError, open_dataset, prepare, write_lines
+from fastformer.apps.text import prepare, write_lines
 from fastformer.apps.translation import run as translation
 from fastformer.apps.translation.run import DataConfig, read_corpora
 from tests.support.command_line import fastformer
@@ -53,11 +53,6 @@ def test_the_first_pairs_of_a_dataset_folder_are_taken(tmp_path: Path) -> None:
     assert part["train"].target == whole["train"].target[:150]
     assert part["valid"] == whole["valid"]
     assert part["test"] == whole["test"]
-    lines = (tmp_path / "data" / "train.en").read_text().splitlines()
-    for name in ("en", "fr"):
-        write_lines(tmp_path / "data" / f"train.{name}", lines[:-1])
-    with pytest.raises(TextError, match="1,999 lines, but 2,000 were prepared"):
-        open_dataset(folder, "en", "fr", 150)
 
 
 def test_train_size_of_a_folder_is_saved_and_used(tmp_path: Path) -> None:

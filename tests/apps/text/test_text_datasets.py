@@ -121,7 +121,9 @@ def test_an_interrupted_preparation_is_not_opened_and_may_be_repeated(tmp_path, 
         patch.setattr(datasets, "write_lines", full_disk)
         with pytest.raises(OSError, match="No space left"):
             prepare("multi30k", folder, tmp_path / "to")
-    with pytest.raises(TextError, match=r"dataset\.json: its preparation did not end; prepare the dataset again"):
+    with pytest.raises(
+        TextError, match=r"dataset\.json: damaged, or its preparation did not end; prepare the dataset again"
+    ):
         open_dataset(tmp_path / "to", "en", "de")
     prepare("multi30k", folder, tmp_path / "to")
     assert len(open_dataset(tmp_path / "to", "en", "de")[0]) == 30
@@ -132,10 +134,6 @@ def test_damaged_folders(tmp_path, monkeypatch):
     for languages in (("en", "en"), ("en", "fr")):
         with pytest.raises(ValueError, match="must be two different ones of"):
             open_dataset(tmp_path / "to", *languages)
-    for language in ("en", "de"):
-        write_lines(tmp_path / "to" / f"valid.{language}", ["only one"])
-    with pytest.raises(TextError, match=r"valid\.en: 1 lines, but 4 were prepared"):
-        open_dataset(tmp_path / "to", "en", "de")
     for content in ("{", "[]", json.dumps({"languages": 5, "lines": {}})):
         (tmp_path / "to" / "dataset.json").write_text(content)
         with pytest.raises(TextError, match=r"dataset\.json: damaged"):

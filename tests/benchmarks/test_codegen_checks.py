@@ -176,6 +176,18 @@ def test_a_product_after_a_write_needs_a_fence(between, count):
     )
 
 
+@needs_triton
+def test_each_wait_for_copies_gets_the_fence_that_triton_3_6_leaves_out():
+    from fastformer_kernels.host.fences import add_fences
+
+    copied = "\tcp.async.wait_group \t2;\n\tbar.sync 0;\n\tcp.async.wait_all;\n"
+    ptx = f"{copied}\twgmma.mma_async.sync.aligned.m64n64k16.f32.bf16.bf16 {{%r1}}, %rd1, %rd2;\n"
+    assert unfenced(ptx) == 1
+    assert unfenced(add_fences(ptx)) == 0
+    assert add_fences(ptx).count("fence.proxy.async.shared::cta;") == 2
+    assert add_fences(copied) == copied  # no wgmma
+
+
 def test_a_write_counts_around_a_loop():
     text = "$loop:\n    wgmma.mma_async.sync.aligned {{%r1}}, %rd1, %rd2;\n    {};\n    @%p1 bra $loop;\n"
     assert unfenced(text.format("cp.async.wait_group 0")) == 1

@@ -9,12 +9,9 @@ from typing import Any
 
 import pytest
 
-from tests.compiled.ptx.driver import UNFENCED, session
+from tests.compiled.ptx.driver import session
 from tests.compiled.ptx.machine import KernelFault
 
-of_a_fenced_triton = pytest.mark.skipif(
-    UNFENCED in session.options.expected, reason="this Triton leaves fences out by itself"
-)
 KERNELS = Path(__file__).resolve().parents[2] / "kernels" / "fastformer_kernels"
 
 

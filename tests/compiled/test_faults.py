@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from fastformer.functional import attention, layer_norm
-from tests.compiled.faults import change, finding, first_finding, forget, of_a_fenced_triton, source_lines
+from tests.compiled.faults import change, finding, first_finding, forget, source_lines
 from tests.compiled.ptx.driver import session
 from tests.support.fused_op import needs_compiled
 
@@ -56,12 +56,7 @@ def test_what_is_left_out_is_missed(call, kernel, pattern, kind):
 WGMMA = [
     pytest.param(r"\bwgmma\.wait_group\b", "register in flight|under way|nobody waited for", id="wait"),
     pytest.param(r"\bwgmma\.fence\b", r"no wgmma.fence|register written since wgmma.fence", id="fence of registers"),
-    pytest.param(
-        r"\bfence\.proxy\.async\b",
-        "no fence.proxy.async",
-        id="fence of shared memory",
-        marks=of_a_fenced_triton,
-    ),
+    pytest.param(r"\bfence\.proxy\.async\b", "no fence.proxy.async", id="fence of shared memory"),
 ]
 
 

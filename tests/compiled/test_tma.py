@@ -14,7 +14,7 @@ triton = pytest.importorskip("triton")
 from triton import language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from tests.compiled.faults import finding, first_finding, of_a_fenced_triton
+from tests.compiled.faults import finding, first_finding
 from tests.compiled.ptx.driver import session
 from tests.compiled.ptx.text import PtxError
 from tests.support.fused_op import needs_compiled
@@ -124,13 +124,12 @@ def test_attention(stages):
     assert ((out.double() - exact).abs() <= torch.finfo(torch.bfloat16).eps * (largest + exact.abs())).all()
 
 
-FENCE = r"\bfence\.proxy\.async\b"
 LEFT_OUT = {
     r"\bmbarrier\.init\b": "no mbarrier",
     r"@!complete bra": "under way|not waited",
     r"\bmbarrier\.arrive\.expect_tx\b": "phase never ends",
     r"\bfence\.proxy\.tensormap\b": "no fence.proxy.tensormap",
-    FENCE: "no fence.proxy.async since shared memory was written",
+    r"\bfence\.proxy\.async\b": "no fence.proxy.async since shared memory was written",
     r"\bcp\.async\.bulk\.wait_group\b": "ends with a bulk store that nobody waited for",
     r"\bwgmma\.wait_group\b": "register in flight|under way",
     r"\bbar\.sync\b": "race of warps|no fence|not waited|under way",
@@ -138,7 +137,7 @@ LEFT_OUT = {
 
 
 @on_sm_90
-@pytest.mark.parametrize("pattern", [pytest.param(x, marks=of_a_fenced_triton) if x is FENCE else x for x in LEFT_OUT])
+@pytest.mark.parametrize("pattern", LEFT_OUT)
 def test_what_is_left_out_is_missed(pattern):
     assert finding(product) is None
     found = first_finding(product, "multiply", pattern)

@@ -13,6 +13,7 @@ from torch import Tensor
 from triton import knobs
 from triton.runtime import driver
 
+from fastformer_kernels.host import fences
 from fastformer_kernels.host.architecture import architecture_of
 
 # Fused multiply-add, which Triton 3.10 turns off unless requested; every version from 3.6 on takes the option.
@@ -176,6 +177,8 @@ def launch(kernel: Any, grid: tuple[int, ...], *args: Any, **options: Any) -> An
             watch.launches.append(Launch(None, (*grid, 1, 1)[:3], []))
         return kernel.run(*args, grid=grid, warmup=only_compiles, **options)
     device = driver.active.get_current_device()
+    if fences.ADDED:
+        options |= fences.options_of(device)
     bound, specialization, bound_options = kernel.device_caches[device][-1](*args, **options)
     key = (kernel.fn, device, *specialization, *bound_options.items())
     compiled = _compiled.get(key)

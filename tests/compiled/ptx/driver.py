@@ -25,10 +25,8 @@ from tests.compiled.ptx.program import Program
 # Kernels that touch the padding of the rows of a view on purpose, within its storage.
 _WHOLE_STORAGE = ("cross_entropy",)
 _MAP_ALIGNMENT = 128  # of tensor maps, which are what a kernel has scratch memory for
-# Findings that a version of Triton is known for, noted and not raised (docs/kernels/shared.md).
-UNFENCED = "no fence.proxy.async since shared memory was written"
-_UNFENCED_MBARRIER = "no fence.proxy.async since an mbarrier was initialised"
-EXPECTED = {"": (_UNFENCED_MBARRIER,), "3.6.": (UNFENCED,)}
+# Findings that Triton is known for, noted and not raised (docs/kernels/shared.md).
+EXPECTED = ("no fence.proxy.async since an mbarrier was initialised",)
 
 
 class Session:
@@ -222,7 +220,6 @@ def install(arch: int) -> Session:
     Raises:
         RuntimeError: Triton's interpreter is on, or another architecture is installed.
     """
-    import triton
     from triton import knobs
 
     if session.arch:
@@ -231,7 +228,5 @@ def install(arch: int) -> Session:
     stand_in(PtxDriver(arch))
     _without_ptxas()
     session.arch = arch
-    for version, kinds in EXPECTED.items():
-        if triton.__version__.startswith(version):
-            session.options.expected += kinds
+    session.options.expected += EXPECTED
     return session

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from benchmarks.comparisons.ops import Function, race_functions, with_cpu
 from benchmarks.competitors.kernel_packages import liger_loss, quack_loss
-from benchmarks.harness.floors import Work
+from benchmarks.harness.clock import Work
 from benchmarks.harness.race import Direction, Race
 from fastformer import functional
 

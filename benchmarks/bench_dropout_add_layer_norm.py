@@ -18,7 +18,7 @@ from torch import Tensor
 
 from benchmarks.comparisons.ops import Function, leaves, race_functions, with_cpu
 from benchmarks.competitors.kernel_packages import liger
-from benchmarks.harness.floors import Work
+from benchmarks.harness.clock import Work
 from benchmarks.harness.race import Direction, Race
 from fastformer import functional
 

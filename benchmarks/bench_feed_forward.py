@@ -20,7 +20,7 @@ from torch import Tensor
 
 from benchmarks.comparisons.ops import race_functions, with_cpu
 from benchmarks.competitors.kernel_packages import liger
-from benchmarks.harness.floors import Work
+from benchmarks.harness.clock import Work
 from benchmarks.harness.race import Direction, Race
 from fastformer import functional
 from fastformer.functional.feed_forward.op import Activation

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from benchmarks.competitors.known import require
-from benchmarks.harness.race import Contender, Memory, Race, flat_gradients
+from benchmarks.harness.race import Contender, Race, flat_gradients
 
 pytestmark = pytest.mark.gpu
 
@@ -141,19 +141,17 @@ def bench_transformers(race: Race, size: str, model: str, way: Way, share: float
         a, b = (flat_gradients(_behind_embeddings(net)) for net in (ours, theirs))
         race.gate("gradients", a, b, tolerances["gradients"])
     train = task == "training step"
-    nets = [net.train(train) for net in (ours, theirs)]
     run = step if train else infer
     tokens = int(mask.sum())
     race.note(padding_share=1 - tokens / mask.numel())
     race(
         f"{model}, {sequences} x {longest}, {share:.0%} padding, {way}, {task}",
-        Contender("fastformer", partial(run, ours), tokens),
-        Contender("transformers, sdpa", partial(run, theirs), tokens),
+        *(
+            Contender(
+                name, partial(run, net.train(train)), tokens, partial(loss, net) if train else None, net.parameters()
+            )
+            for name, net in (("fastformer", ours), ("transformers, sdpa", theirs))
+        ),
         rounds=ROUNDS[race.device.type],
         goal=_goal(size, way, share, task),
-        **(
-            race.memory(*(Memory(partial(loss, net), net.parameters(), partial(step, net)) for net in nets))
-            if train
-            else {}
-        ),
     )

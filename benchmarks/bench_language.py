@@ -17,7 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from benchmarks.harness.race import Contender, Memory, Race, flat_gradients
+from benchmarks.harness.race import Contender, Race, flat_gradients
 from fastformer.apps.language.model import CLASSICAL, LanguageConfig, LanguageModel, language_model_loss
 from fastformer.apps.models.embeddings import sinusoidal_positions
 from fastformer.apps.text import LanguageBatch
@@ -97,15 +97,18 @@ def bench_training_step_of_the_language_model(race: Race, size: str) -> None:
         net.train()
     if race.fault is None:
         _gate(race, values, model, competitor)
-    steps = _our_step(model, ours), _their_step(competitor, theirs)
-    sides = zip((ours, theirs), (model, competitor), steps, strict=True)
     race(
         f"training step of a word-level language model, d200 2 layers{'' if size == 'usual' else ', 4,000 words'}",
-        Contender("fastformer", steps[0], batch.tokens),
-        Contender("T2, torch.nn.TransformerEncoder", steps[1], batch.tokens),
+        Contender("fastformer", _our_step(model, ours), batch.tokens, ours, model.parameters()),
+        Contender(
+            "T2, torch.nn.TransformerEncoder",
+            _their_step(competitor, theirs),
+            batch.tokens,
+            theirs,
+            competitor.parameters(),
+        ),
         rounds=5,
         goal=1.3 if size == "usual" else None,
-        **race.memory(*(Memory(loss, net.parameters(), step) for loss, net, step in sides)),
     )
 
 

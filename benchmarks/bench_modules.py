@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 import fastformer
 from benchmarks.harness.lengths import typical_batch
-from benchmarks.harness.race import Contender, Memory, Race, flat_gradients
+from benchmarks.harness.race import Contender, Race, flat_gradients
 
 QUICK = "TransformerEncoderLayer"
 WIDTH, HEADS, HIDDEN, ROUNDS = 512, 8, 2048, 9
@@ -150,22 +150,20 @@ def _compare(race: Race, label: str, case: str, x: Input, mode: Literal["eval", 
             out.backward(direction)  # type: ignore[no-untyped-call]
             return out
 
-        run: Callable[[nn.Module], Tensor] = torch.no_grad()(call) if mode == "eval" else backward
-        memory = {}
+        trains = mode == "train"
+        run: Callable[[nn.Module], Tensor] = backward if trains else torch.no_grad()(call)
         output = run(ours.eval())[token]
         with race.competitor():
             race.gate("output", output, run(theirs.eval())[token], TOLERANCE)
-        if mode == "train":
-            if race.fault is None:
-                a, b = (flat_gradients(module.parameters()) for module in (ours, theirs))
-                race.gate("gradients", a, b, TOLERANCE)
-            modules = [module.train() for module in (ours, theirs)]
-            memory = race.memory(*(Memory(partial(call, m), m.parameters(), partial(backward, m)) for m in modules))
+        if trains and race.fault is None:
+            a, b = (flat_gradients(module.parameters()) for module in (ours, theirs))
+            race.gate("gradients", a, b, TOLERANCE)
         race(
             f"{label}, {mode}",
-            Contender("fastformer", lambda: run(ours)),
-            Contender(f"torch.nn.{name}", lambda: run(theirs)),
+            *(
+                Contender(side, partial(run, m.train(trains)), 1, partial(call, m) if trains else None, m.parameters())
+                for side, m in (("fastformer", ours), (f"torch.nn.{name}", theirs))
+            ),
             rounds=ROUNDS,
             goal=goal,
-            **memory,
         )

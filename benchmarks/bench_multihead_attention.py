@@ -21,7 +21,7 @@ import fastformer
 from benchmarks.comparisons.ops import FP32_TOLERANCE, fp64_results
 from benchmarks.competitors.known import require
 from benchmarks.harness.attention_case import AttentionCase, AttentionShape, attention_case, case_name
-from benchmarks.harness.floors import Work
+from benchmarks.harness.clock import Work
 from benchmarks.harness.race import DIRECTIONS, Direction, Op, Race
 from fastformer.packing import pack, unpack
 

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 import fastformer
 from benchmarks.harness.lengths import typical_batch
-from benchmarks.harness.race import Contender, Memory, Race, flat_gradients
+from benchmarks.harness.race import Contender, Race, flat_gradients
 
 WIDTH, LAYERS, SEQUENCES, LONGEST = 512, 6, 32, 64  # of the encoder
 TINY_WIDTH, TINY_LONGEST = 64, 12
@@ -127,7 +127,7 @@ def _race(
         loss.backward()  # type: ignore[no-untyped-call]
         return loss
 
-    trains, infer, memory = mode == "training step", torch.no_grad()(forward), {}
+    trains, infer = mode == "training step", torch.no_grad()(forward)
     run = step if trains else infer
     for model in (ours, theirs):
         model.eval()
@@ -140,18 +140,23 @@ def _race(
             step(theirs)
             a, b = (flat_gradients(model.parameters()) for model in (ours, theirs))
             race.gate("gradients", a, b, GRADIENT_TOLERANCE[dtype])
-        models = [model.train() for model in (ours, theirs)]
-        memory = race.memory(*(Memory(partial(forward, m), m.parameters(), partial(step, m)) for m in models))
     race.note(padding_share=padded.share)
     race(
         f"{case}, {mode}, {100 * padded.share:.1f} % padding{'' if dtype == torch.float32 else ', bf16'}",
-        Contender("fastformer.convert", lambda: run(ours), padded.tokens),
-        Contender(f"torch.nn.{type(theirs).__name__}", lambda: run(theirs), padded.tokens),
+        *(
+            Contender(
+                name,
+                partial(run, model.train(trains)),
+                padded.tokens,
+                partial(forward, model) if trains else None,
+                model.parameters(),
+            )
+            for name, model in (("fastformer.convert", ours), (f"torch.nn.{type(theirs).__name__}", theirs))
+        ),
         rounds=rounds,
         goal=goal,
         dtype=dtype,
         at={"padding": padded.share},
-        **memory,
     )
 
 

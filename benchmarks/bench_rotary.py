@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from benchmarks.comparisons.ops import leaves, race_functions, with_cpu
-from benchmarks.harness.floors import Work
+from benchmarks.harness.clock import Work
 from benchmarks.harness.race import Direction, Race
 from fastformer import functional
 

@@ -16,8 +16,7 @@ from typing import Literal
 import pytest
 import torch
 
-from benchmarks.comparisons.training import race_training
-from benchmarks.comparisons.training_graphs import race_graphs
+from benchmarks.comparisons.training import race_graphs, race_training
 from benchmarks.competitors.known import require
 from benchmarks.harness.lengths import VOCABULARY, first_pairs, random_pairs, typical_pairs
 from benchmarks.harness.race import Race

@@ -21,7 +21,7 @@ import fastformer
 import fastformer.apps.cli  # registers the commands
 from benchmarks.codegen.budget import BUDGET
 from benchmarks.codegen.checks.loops import Loop
-from benchmarks.report.pages import BEGIN, END
+from benchmarks.report import BEGIN, END
 from fastformer.apps.cli.console import app as app_of_commands
 from fastformer.apps.cli.options import GROUPS, options_by_group, walk
 from fastformer.apps.settings import Settings, declared, explained

@@ -13,7 +13,7 @@ from torch import Tensor
 
 import fastformer
 from benchmarks.competitors.known import compiled, require
-from benchmarks.harness.floors import Work
+from benchmarks.harness.clock import Work
 from benchmarks.harness.race import Direction, Op, Race
 
 Function = Callable[..., Tensor]

@@ -113,5 +113,5 @@ def chosen(text: str) -> set[str]:
     names = {name.strip() for name in text.split(",")}
     unknown = sorted(names - COMPETITORS.keys())
     if unknown:
-        raise ValueError(f"unknown competitor {unknown[0]!r}; known: {', '.join(COMPETITORS)}")
+        raise ValueError(f"--competitor: unknown competitor {unknown[0]!r}; known: {', '.join(COMPETITORS)}")
     return names

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from benchmarks.harness.floors import Work
+from benchmarks.harness.clock import Work
 from benchmarks.harness.lengths import Lengths, lognormal_lengths, multi30k_lengths, uniform_lengths
 from benchmarks.harness.race import Direction, Race
 from fastformer.packing import Layout

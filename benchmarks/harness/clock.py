@@ -1,12 +1,17 @@
-"""Seconds and bytes that a call takes on a device; the only place where anything is timed.
+"""Time calls and count their bytes on a device; the highest rates of the machine, and the floors that they set.
 
-CPU: process CPU time on one thread, so that a busy machine does not count. GPU: device time by CUDA events with the L2
-cache flushed before each call, wall time of calls in a row, and device time of a CUDA graph's replay, in which the
-host's launches do not count; the GPU's side is not measured on a GPU yet.
+CPU: process CPU time on one thread, so that other load does not count. GPU: device time by CUDA events with the L2
+cache flushed before each call, wall time of calls in sequence, and device time of a CUDA graph's replay, without the
+host's launches. The GPU's side is not measured on a GPU yet.
+
+The floor of a call is the longer of two times: its operations over the rate of a large matrix product, and the bytes
+that it must move at least (each input read once, each output written once) over the bandwidth of a large copy.
 """
 
+import statistics
 import time
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -16,7 +21,8 @@ from fastformer.host.cuda_graphs import capture
 
 _FLUSHED_BYTES = 1 << 28  # several times the 50 to 60 MB of a Hopper GPU's L2
 _FLUSHES = 4  # takes the GPU a quarter of a millisecond, longer than the host needs to queue a short call
-_WALL_CALLS, _WALL_SECONDS = 10, 0.5  # at most; of the host, so that a search, which waits for each token, runs once
+_WALL_CALLS, _WALL_SECONDS = 10, 0.5  # at most; a search, which waits for each token, runs once
+_REPETITIONS = 5
 
 Call = Callable[[], object]
 
@@ -38,7 +44,7 @@ class Stopwatch:
             torch.cuda.set_stream(torch.cuda.Stream(device))  # type: ignore[no-untyped-call]
 
     def __call__(self, run: Call, calls: int = 1) -> float:
-        """Run `calls` times; the seconds of all together."""
+        """Run `calls` times; return the seconds of all together."""
         if self._flushed is None:
             start = time.process_time()
             for _ in range(calls):
@@ -46,7 +52,7 @@ class Stopwatch:
             return time.process_time() - start
         total = 0.0
         for _ in range(calls):
-            for _ in range(_FLUSHES):  # the host queues the call meanwhile, so that short ones are not waited for
+            for _ in range(_FLUSHES):  # the host queues the call meanwhile
                 flush(self._flushed)
             begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
             begin.record()
@@ -56,10 +62,8 @@ class Stopwatch:
             total += float(begin.elapsed_time(end)) / 1e3
         return total
 
-    def wall(self, run: Call) -> float | None:
-        """Seconds of a call by the clock on the wall, among calls one after another; on a GPU only."""
-        if not self.on_gpu:
-            return None
+    def wall(self, run: Call) -> float:
+        """Return the seconds of a call by the wall clock, among calls in sequence; on a GPU only."""
         torch.cuda.synchronize(self.device)
         start, calls = time.perf_counter(), 0
         while calls == 0 or (calls < _WALL_CALLS and time.perf_counter() - start < _WALL_SECONDS):
@@ -69,7 +73,7 @@ class Stopwatch:
         return (time.perf_counter() - start) / calls
 
     def replay(self, run: Call) -> Call:
-        """Capture a call as a CUDA graph, whose replay does its device work with one launch.
+        """Capture a call as a CUDA graph; return its replay, which does the device work with one launch.
 
         Raises:
             RuntimeError: the call waits for the device, or does something else that a graph cannot hold.
@@ -80,7 +84,7 @@ class Stopwatch:
         return capture(run, torch.cuda.current_device())[0].replay
 
     def peak_memory(self, run: Call) -> int | None:
-        """Bytes that a call takes at its peak beyond what was allocated before, on a GPU only."""
+        """Return the bytes that a call allocates at its peak, on a GPU only."""
         if not self.on_gpu:
             return None
         torch.cuda.synchronize(self.device)
@@ -92,26 +96,74 @@ class Stopwatch:
 
 
 def flush(other: Tensor) -> None:
-    """Have the L2 cache hold `other`, which is larger, and nothing of what was there.
+    """Fill the L2 cache with `other`, which is larger.
 
-    It is read, never written: lines that were written stay in the cache until something displaces them, which would be
-    the timed call, and it would pay for their way to memory beside its own traffic. Its outputs of the call before go
-    to memory here.
+    It is read, not written: written lines stay in the cache until the timed call displaces them, which would then pay
+    for their way to memory. Outputs of the call before go to memory here.
     """
     other.sum()
 
 
-def saved_for_backward(forward: Callable[[], object], parameters: Iterable[Tensor]) -> int:
-    """Bytes that are kept between forward and backward, the parameters themselves left out.
+@dataclass(frozen=True)
+class Work:
+    """Least work of a call: floating-point operations of its matrix products, and bytes read and written."""
 
-    Counted are autograd's saved tensors, and what a Function keeps as attributes of its context.
+    operations: float
+    bytes: float
+
+
+class Ceilings:
+    """Matrix-product rate by dtype, and copy bandwidth, measured when first asked for."""
+
+    def __init__(self, watch: Stopwatch) -> None:
+        self._watch = watch
+        self._rates: dict[torch.dtype, float] = {}
+        self._bandwidth: float | None = None
+
+    @property
+    def bandwidth(self) -> float:
+        """Return the bytes a second of a copy, read and written ones."""
+        if self._bandwidth is None:
+            # Beyond every cache: 1 GiB on a GPU, 256 MiB on a CPU.
+            size = 1 << (29 if self._watch.on_gpu else 27)
+            source = torch.empty(size, dtype=torch.int8, device=self._watch.device).random_()
+            target = torch.empty_like(source)
+            target.copy_(source)  # its pages exist from here on
+            seconds = statistics.median(self._watch(lambda: target.copy_(source)) for _ in range(_REPETITIONS))
+            self._bandwidth = 2 * size / max(seconds, 1e-9)
+        return self._bandwidth
+
+    def floor(self, work: Work, dtype: torch.dtype) -> float:
+        """Return the seconds that this machine needs at least for the work."""
+        if dtype not in self._rates:
+            self._rates[dtype] = matmul_rate(self._watch, dtype)
+        return max(work.operations / self._rates[dtype], work.bytes / self.bandwidth)
+
+    def measured(self) -> dict[str, float]:
+        """Return the operations or bytes a second that were measured, by name."""
+        rates = {f"matmul_{str(dtype).removeprefix('torch.')}": rate for dtype, rate in self._rates.items()}
+        return rates if self._bandwidth is None else {**rates, "copy": self._bandwidth}
+
+
+def matmul_rate(watch: Stopwatch, dtype: torch.dtype = torch.float32) -> float:
+    """Return the operations a second of matrix products now; fp32 without TF32, torch's default."""
+    n = 1024 if not watch.on_gpu else 4096 if dtype == torch.float32 else 8192
+    x, y = (torch.randn(n, n, device=watch.device, dtype=dtype) for _ in range(2))
+    x @ y
+    return 2 * n**3 / max(1e-9, statistics.median(watch(lambda: x @ y) for _ in range(3)))
+
+
+def saved_for_backward(forward: Call, parameters: Iterable[Tensor]) -> int:
+    """Return the bytes that are kept between forward and backward, the parameters themselves left out.
+
+    Counts autograd's saved tensors, and tensors that a Function keeps as attributes of its context.
     """
     known = {p.untyped_storage().data_ptr() for p in parameters}
     kept: dict[int, torch.UntypedStorage] = {}  # held, so that no address is used twice
 
     def pack(x: Tensor) -> Tensor:
-        # What is kept or returned must not know x's history: an operation that saves its own output would hold it, and
-        # through it itself, for ever. The training step of an encoder (d512, 6 layers) left 1.1 GB behind.
+        # The kept tensor must not know its history: an operation that saves its own output would hold it, and through
+        # it itself, for ever. The training step of an encoder (d512, 6 layers) left 1.1 GB behind.
         storage = x.untyped_storage()
         if storage.data_ptr() not in known:
             kept.setdefault(storage.data_ptr(), storage)
@@ -129,12 +181,12 @@ def saved_for_backward(forward: Callable[[], object], parameters: Iterable[Tenso
 
 
 def _graph(outputs: Iterable[object]) -> set[Any]:
-    """All nodes that backward from these outputs passes."""
+    """Return all nodes of the autograd graph of these outputs."""
     waiting = [x.grad_fn for x in outputs if isinstance(x, Tensor)]
-    found: set[Any] = set()
+    nodes: set[Any] = set()
     while waiting:
         node = waiting.pop()
-        if node is not None and node not in found:
-            found.add(node)
+        if node is not None and node not in nodes:
+            nodes.add(node)
             waiting += [before for before, _ in node.next_functions]
-    return found
+    return nodes

@@ -1,33 +1,37 @@
-"""What a run of the benchmarks writes down: rows of the tables, one line of JSON each, and what the machine is."""
+"""Rows of the tables, and the file that a run of the benchmarks writes: one line of JSON each."""
 
 import json
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, TextIO
 
-FORMAT = 1  # of records and results; raised when their fields change
+from pydantic import BaseModel, ConfigDict
+
+FORMAT = 1  # of records and results; raised when fields of a row change
 
 
-@dataclass(frozen=True)
-class Row:
-    """A line of the tables. Times in seconds a call, the median over rounds; `theirs` is None where `status` says why.
+class Row(BaseModel):
+    """A case against a competitor. Times are seconds a call, medians over rounds.
 
-    `wall` and `graph` are ratios too: by the clock on the wall, and of CUDA graphs' replays. `floor` is the share that
-    the floor of `benchmarks.harness.floors` has of our time. `at` places the case on the axes of the scaling plots.
+    `theirs` is None where the competitor was not timed, and `status` says why. `ratio`, `wall` and `graph` are the
+    competitor's time over fastformer's: by the clock of the device, by the wall clock, and of CUDA graphs. `floor` is
+    the share of the time that the hardware needs at least (`benchmarks.harness.clock`). `at` places the case on the
+    axes of the scaling charts. Pairs are (fastformer, competitor).
     """
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
 
     benchmark: str
     case: str
     against: str
-    status: str  # measured, dry run, or what kept the competitor from being timed
-    ours: float | None
-    theirs: float | None
-    ratio: float | None
-    goal: float | None
-    rounds: int
-    tokens: tuple[int, int]
-    matmul_rate: float
+    status: str  # measured, dry run, or why the competitor was not timed
+    ours: float | None = None
+    theirs: float | None = None
+    ratio: float | None = None
+    goal: float | None = None
+    rounds: int = 0
+    tokens: tuple[int, int] = (1, 1)
+    matmul_rate: float | None = None  # of a matrix product beside the case, operations a second
     wall: float | None = None
     graph: float | None = None
     floor: float | None = None
@@ -35,19 +39,23 @@ class Row:
     bytes_per_second: float | None = None
     peak_bytes: tuple[int, int] | None = None
     saved_bytes: tuple[int, int] | None = None
-    peak_goal: float | None = None  # of ours / theirs, at most
+    peak_goal: float | None = None  # of fastformer's bytes over the competitor's, at most
     saved_goal: float | None = None
-    at: Mapping[str, float] = field(default_factory=dict)
-    notes: Mapping[str, Any] = field(default_factory=dict)
+    at: Mapping[str, int | float] = {}
+    notes: Mapping[str, Any] = {}
 
     @property
     def missed(self) -> bool:
-        """A goal was set, and the ratio is below it."""
+        """Whether the ratio is below its goal."""
         return self.goal is not None and self.ratio is not None and self.ratio < self.goal
+
+    @property
+    def key(self) -> tuple[str, str, str]:
+        return self.benchmark, self.case, self.against
 
 
 class Record:
-    """All rows of a run; with a file, each is written the moment it exists, so that a run cut short keeps them."""
+    """The rows of a run. With a file, each row is written as soon as it exists."""
 
     def __init__(self, machine: Mapping[str, str], path: Path | None = None) -> None:
         self.rows: list[Row] = []
@@ -55,12 +63,12 @@ class Record:
         self._write({"format": FORMAT, "machine": dict(machine)})
 
     def add(self, row: Row) -> None:
-        """Keep a row."""
+        """Append a row."""
         self.rows.append(row)
-        self._write({"row": asdict(row)})
+        self._write({"row": row.model_dump()})
 
     def close(self, ceilings: Mapping[str, float]) -> None:
-        """Write the ceilings that were measured, and end."""
+        """Write the measured ceilings of the machine, and close the file."""
         self._write({"ceilings": dict(ceilings)})
         if self._file is not None:
             self._file.close()

@@ -1,1 +1,1 @@
-"""What a call costs the host, on a machine without a GPU: `python -m benchmarks.host`."""
+"""Measure what calls cost the host, on a machine without a GPU: `python -m benchmarks.host`."""

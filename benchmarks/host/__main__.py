@@ -1,7 +1,212 @@
-"""`python -m benchmarks.host`."""
+"""What a call costs the host: ours against torch's own, on tensors so small that computing them takes nothing.
 
+    python -m benchmarks.host            # microseconds of process CPU time, best of 40 rounds; launches of a step
+
+A GPU waits for the host where its own work is shorter: at batches below some 4,000 tokens of the base model. Needs no
+GPU (`null_driver`); torch's side then has a CPU's tiny kernels in place of launches, which take about as long. Where a
+graph would be launched, which takes some microseconds, nothing is.
+"""
+
+import argparse
 import sys
+import time
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import NamedTuple
 
-from benchmarks.host.calls import main
+import torch
+import torch.nn.functional as F
+from torch import Tensor
 
-sys.exit(main())
+import fastformer
+from benchmarks.comparisons.training import training_step
+from benchmarks.competitors.tutorials import TorchTranslation
+from benchmarks.harness.clock import Call
+from benchmarks.harness.lengths import VOCABULARY, random_pairs
+from benchmarks.host import launches, null_driver
+from fastformer import functional
+from fastformer.apps.text import Batch, collate
+from fastformer.apps.train import Processes, TrainConfig
+from fastformer.apps.train.graphs import GraphedUpdate
+from fastformer.apps.train.update import Update
+from fastformer.apps.translation.model import TranslationConfig, TranslationModel, translation_loss
+from fastformer.host.cuda_graphs import Recorder
+from fastformer.packing import Layout
+
+_ROUNDS = 40
+_SECONDS = 0.004  # of a round: between two of them other programs run, the best has met none
+_LAYERS = 6
+D, H, P = 32, 2, 0.1
+
+
+class CallPair(NamedTuple):
+    """A call, forward alone and with backward, of both sides."""
+
+    name: str
+    ours: Call
+    theirs: Call
+
+
+def _parameters(*shapes: tuple[int, ...]) -> list[Tensor]:
+    return [torch.randn(shape, requires_grad=True) for shape in shapes]
+
+
+def _calls() -> list[tuple[str, list[Tensor], Callable[..., Tensor], Callable[..., Tensor]]]:
+    """Name, what is differentiated, ours and torch's."""
+    layout = Layout.from_lengths([4, 4])
+    heads = _parameters(*[(8, H, 16)] * 3)
+    dense = _parameters(*[(2, H, 4, 16)] * 3)
+    ids, target = torch.randint(0, 50, (8,)), torch.randint(0, 50, (8,))
+    key_lengths, positions = torch.tensor([3, 4]), torch.arange(8)
+    table = torch.randn(8, D)
+    key_mask = (torch.arange(4) < key_lengths[:, None])[:, None, None]
+    x, r, w, b = _parameters((8, D), (8, D), (D,), (D,))
+    w1, b1, w2, b2 = _parameters((64, D), (64,), (D, 64), (D,))
+    vocabulary, bias = _parameters((50, D), (50,))
+    (projected,), (cos, sin) = _parameters((8, 2 * H, 16)), torch.randn(2, 8, 8)
+    norm = (D,)
+
+    def turn(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        a, b = x.chunk(2, -1)
+        cos, sin = torch.cat([cos, cos], -1)[:, None], torch.cat([sin, sin], -1)[:, None]
+        return x * cos + torch.cat([-b, a], -1) * sin
+
+    def padded(x: Tensor) -> Tensor:
+        return x.view(2, 4, H, 16).transpose(1, 2)
+
+    return [
+        ("layer_norm", [x, w, b], lambda x, w, b: functional.layer_norm(x, norm, w, b),
+         lambda x, w, b: F.layer_norm(x, norm, w, b)),
+        ("rms_norm", [x, w], lambda x, w: functional.rms_norm(x, norm, w), lambda x, w: F.rms_norm(x, norm, w)),
+        ("dropout_add_layer_norm", [x, r, w, b],
+         lambda x, r, w, b: functional.dropout_add_layer_norm(x, r, norm, w, b, dropout_p=P)[0],
+         lambda x, r, w, b: F.layer_norm(r + F.dropout(x, P), norm, w, b)),
+        ("dropout_add_rms_norm", [x, r, w],
+         lambda x, r, w: functional.dropout_add_rms_norm(x, r, norm, w, dropout_p=P)[0],
+         lambda x, r, w: F.rms_norm(r + F.dropout(x, P), norm, w)),
+        ("feed_forward", [x, w1, b1, w2, b2], lambda *a: functional.feed_forward(*a, dropout_p=P),
+         lambda x, w1, b1, w2, b2: F.linear(F.dropout(F.relu(F.linear(x, w1, b1)), P), w2, b2)),
+        ("attention, causal", dense, lambda q, k, v: functional.attention(q, k, v, causal=True),
+         lambda q, k, v: F.scaled_dot_product_attention(q, k, v, is_causal=True)),
+        ("attention, padding", dense, lambda q, k, v: functional.attention(q, k, v, key_lengths=key_lengths),
+         lambda q, k, v: F.scaled_dot_product_attention(q, k, v, key_mask)),
+        ("packed_attention", heads, lambda q, k, v: functional.packed_attention(q, k, v, layout, dropout_p=P),
+         lambda q, k, v: F.scaled_dot_product_attention(padded(q), padded(k), padded(v), key_mask, P)),
+        ("embedding", [vocabulary],
+         lambda w: functional.embedding(ids, w, table, positions, scale=5.0, dropout_p=P),
+         lambda w: F.dropout(F.embedding(ids, w) * 5.0 + table[positions], P)),
+        ("rotary", [projected], lambda x: functional.rotary(x[:, :H], positions, cos, sin),
+         lambda x: turn(x[:, :H], cos[positions], sin[positions])),
+        ("linear_cross_entropy", [x, vocabulary, bias],
+         lambda x, w, b: functional.linear_cross_entropy(x, w, target, b, label_smoothing=0.1),
+         lambda x, w, b: F.cross_entropy(F.linear(x, w, b), target, label_smoothing=0.1)),
+    ]  # fmt: skip
+
+
+def _twice(
+    name: str, leaves: list[Tensor], ours: Callable[..., Tensor], theirs: Callable[..., Tensor]
+) -> list[CallPair]:
+    plain = [x.detach() for x in leaves]
+
+    def with_backward(call: Callable[..., Tensor]) -> Call:
+        out = call(*leaves)
+        grad = torch.ones_like(out)
+        return lambda: torch.autograd.grad(call(*leaves), leaves, grad)
+
+    return [
+        CallPair(name, lambda: ours(*plain), lambda: theirs(*plain)),
+        CallPair(f"{name}, and backward", with_backward(ours), with_backward(theirs)),
+    ]
+
+
+def _steps() -> list[CallPair]:
+    """A training step of the translation model, 6+6 layers, against torch.nn.Transformer."""
+    pairs = random_pairs(2)
+    packed, padded = (collate(pairs, packed=form) for form in (True, False))
+    config = TranslationConfig(
+        VOCABULARY,
+        VOCABULARY,
+        d_model=D,
+        heads=H,
+        feed_forward=64,
+        encoder_layers=_LAYERS,
+        decoder_layers=_LAYERS,
+    )
+    model = TranslationModel(config)
+    twin = TorchTranslation(model, max(padded.source.shape[1], padded.target_in.shape[1]))
+    ours = training_step(model, lambda: translation_loss(model, packed, 0.1), packed)
+    theirs = training_step(twin, lambda: twin.loss(padded, 0.1), padded)
+    return [
+        CallPair("model, loss", lambda: translation_loss(model, packed, 0.1), lambda: twin.loss(padded, 0.1)),
+        CallPair("model, training step", ours, theirs),
+        CallPair("trainer's step", _trainer_step(model, packed, None), theirs),
+        CallPair("trainer's step, CUDA graphs", _trainer_step(model, packed, null_driver.NullRecorder()), theirs),
+    ]
+
+
+def _trainer_step(model: TranslationModel, batch: Batch, recorder: Recorder | None, precision: str = "fp32") -> Call:
+    """A step as the trainer makes it: the batch to the device, loss, gradients, their norm, clipping and AdamW."""
+    config, alone = TrainConfig(steps=1, precision=precision), Processes()
+    loss = partial(translation_loss, label_smoothing=0.1)
+    if recorder is None:
+        update = Update(model, loss, config, alone)
+    else:
+        update = GraphedUpdate(model, loss, config, alone, recorder, longest=None)
+
+    def step() -> None:
+        _, norm, _ = update.gradients([batch])
+        update.apply(norm, 1e-4)
+
+    return step
+
+
+def _print_launches(name: str, recorder: Recorder | None) -> None:
+    """Count the launches of the base model's step in bf16; with a recorder, those that a graph repeats."""
+    model = TranslationModel(TranslationConfig(VOCABULARY, VOCABULARY))
+    step = _trainer_step(model, collate(random_pairs(2)), recorder, "bf16")
+    step()
+    ours, aten = launches.count(step)
+    most = ", ".join(f"{number} {op}" for op, number in aten.most_common(8))
+    print(f"{name:<36} {ours + aten.total():>8}: {ours} ours, {aten.total()} of ATen ({most})", flush=True)
+
+
+def _microseconds(*runs: Call) -> list[float]:
+    """The least CPU time of each, in turns."""
+    found, numbers = [float("inf")] * len(runs), []
+    for run in runs:
+        run()  # compiles
+        begin = time.process_time()
+        run()
+        numbers.append(max(1, int(_SECONDS / max(time.process_time() - begin, 1e-6))))
+    for _ in range(_ROUNDS):
+        for i, run in enumerate(runs):
+            begin = time.process_time()
+            for _ in range(numbers[i]):
+                run()
+            found[i] = min(found[i], (time.process_time() - begin) / numbers[i] * 1e6)
+    return found
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Print the table."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.host", description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--only", default="", metavar="TEXT", help="cases whose name contains it")
+    options = parser.parse_args(arguments)
+    null_driver.install()
+    fastformer.set_backend("triton")
+    torch.manual_seed(0)
+    torch.set_num_threads(1)
+    cases = [case for call in _calls() for case in _twice(*call)] + _steps()
+    print(f"{'us a call':<36} {'ours':>8} {'torch':>8} {'ratio':>6}")
+    for case in cases:
+        if options.only in case.name:
+            ours, theirs = _microseconds(case.ours, case.theirs)
+            print(f"{case.name:<36} {ours:>8.1f} {theirs:>8.1f} {theirs / ours:>6.2f}", flush=True)
+    for name, recorder in (("launches, bf16", None), ("launches, bf16, CUDA graphs", null_driver.NullRecorder())):
+        if options.only in name:
+            _print_launches(name, recorder)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

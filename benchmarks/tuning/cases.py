@@ -112,7 +112,7 @@ def _number(module: ModuleType, function: str, name: str) -> Site:
 
 
 @dataclass(frozen=True)
-class Tuned:
+class TunedKernel:
     """A kernel on inputs of one shape. Without a site, the configurations are arguments of the call, chosen first."""
 
     kernel: str
@@ -162,7 +162,7 @@ _INTERPRETED = torch.float16  # Triton's interpreter multiplies matrices of bf16
 _TILE = (Axis("BLOCK_T", 16, 256), Axis("BLOCK_S", 16, 256), Axis("num_warps", 4, 16), STAGES)
 
 
-def _attention_cases(B: int, H: int, L: int, K: int, dtype: torch.dtype = torch.bfloat16) -> Iterator[Tuned]:
+def _attention_cases(B: int, H: int, L: int, K: int, dtype: torch.dtype = torch.bfloat16) -> Iterator[TunedKernel]:
     arguments = Arguments(queries=L, keys=L, scale=K**-0.5, right=0)  # causal, no padding, no mask, no dropout
 
     def forward(device: torch.device) -> Kernel:
@@ -182,17 +182,19 @@ def _attention_cases(B: int, H: int, L: int, K: int, dtype: torch.dtype = torch.
 
     shape = f"{B} x {H} x {L:,} x {K}, causal" + (", fp32" if dtype == torch.float32 else "")
     tile = Site(attention_tiles, "choose")
-    yield Tuned("attention forward", shape, forward, tile, _TILE)
-    yield Tuned("attention backward, keys", shape, lambda device: backward(device, False, True), tile, _TILE)
-    yield Tuned("attention backward, queries", shape, lambda device: backward(device, True, False), tile, _TILE)
+    yield TunedKernel("attention forward", shape, forward, tile, _TILE)
+    yield TunedKernel("attention backward, keys", shape, lambda device: backward(device, False, True), tile, _TILE)
+    yield TunedKernel("attention backward, queries", shape, lambda device: backward(device, True, False), tile, _TILE)
     if K <= 128 and dtype != torch.float32:  # wider, there is no fast mode
-        fast = Tuned("attention backward, fast", shape, lambda device: backward(device, True, True, True), tile, _TILE)
+        fast = TunedKernel(
+            "attention backward, fast", shape, lambda device: backward(device, True, True, True), tile, _TILE
+        )
         both = (Config(fast=0), Config(fast=1))
         yield fast
-        yield Tuned("attention backward", shape, lambda device: backward(device, True, True), options=both)
+        yield TunedKernel("attention backward", shape, lambda device: backward(device, True, True), options=both)
 
 
-def _decode_cases(tiny: bool) -> Iterator[Tuned]:
+def _decode_cases(tiny: bool) -> Iterator[TunedKernel]:
     sizes = [(1, 8, 512, 64), (1, 8, 8192, 64), (64, 8, 512, 64), (512, 8, 128, 64)]
     dtype = _INTERPRETED if tiny else torch.bfloat16
     for B, H, S, K in [(1, 2, 40, 16)] if tiny else sizes:
@@ -208,13 +210,15 @@ def _decode_cases(tiny: bool) -> Iterator[Tuned]:
             return call
 
         shape = f"{B} x {H} x {S:,} x {K}"
-        yield Tuned("decode", shape, prepare, options=(Config(split=1), Config(split=0)))
+        yield TunedKernel("decode", shape, prepare, options=(Config(split=1), Config(split=0)))
         tile = Site(attention_tiles, "choose")
-        yield Tuned("decode", shape, prepare, tile, (Axis("BLOCK_S", 16, 256), WARPS, STAGES))
-        yield Tuned("decode", shape, prepare, _number(attention_decode, "_shares", "shares"), (Axis("shares", 1, 512),))
+        yield TunedKernel("decode", shape, prepare, tile, (Axis("BLOCK_S", 16, 256), WARPS, STAGES))
+        yield TunedKernel(
+            "decode", shape, prepare, _number(attention_decode, "_shares", "shares"), (Axis("shares", 1, 512),)
+        )
 
 
-def _norm_cases(tiny: bool) -> Iterator[Tuned]:
+def _norm_cases(tiny: bool) -> Iterator[TunedKernel]:
     forward_axes = (Axis("BLOCK_M", 1, 128), WARPS)
     limits = (Axis("programs", 1, 4096), Axis("maxnreg", 32, 255), Axis("STAGES", 1, 5, adds=True))
     backward_axes = (Axis("BLOCK_M", 1, 128), WARPS, *limits)
@@ -247,15 +251,15 @@ def _norm_cases(tiny: bool) -> Iterator[Tuned]:
 
         shape = f"{M:,} x {N:,}"
         added = "dropout + residual + layer norm"
-        yield Tuned("layer norm forward", shape, norm, Site(layer_norm, "forward_tile"), forward_axes)
-        yield Tuned("layer norm backward", shape, norm_backward, _grid(layer_norm), backward_axes)
-        yield Tuned(f"{added} forward", shape, add, Site(dropout_add_norm, "forward_tile"), forward_axes)
-        yield Tuned(f"{added} backward", shape, add_backward, _grid(dropout_add_norm), backward_axes)
+        yield TunedKernel("layer norm forward", shape, norm, Site(layer_norm, "forward_tile"), forward_axes)
+        yield TunedKernel("layer norm backward", shape, norm_backward, _grid(layer_norm), backward_axes)
+        yield TunedKernel(f"{added} forward", shape, add, Site(dropout_add_norm, "forward_tile"), forward_axes)
+        yield TunedKernel(f"{added} backward", shape, add_backward, _grid(dropout_add_norm), backward_axes)
         if N <= 512:
-            yield Tuned("RMS norm backward", shape, rms, _grid(rms_norm), backward_axes)
+            yield TunedKernel("RMS norm backward", shape, rms, _grid(rms_norm), backward_axes)
 
 
-def _feed_forward_cases(tiny: bool) -> Iterator[Tuned]:
+def _feed_forward_cases(tiny: bool) -> Iterator[TunedKernel]:
     axes = (Axis("BLOCK_M", 1, 256), Axis("BLOCK_F", 8, 1024), WARPS)
     tile, programs = Site(feed_forward, "tile"), _number(feed_forward, "_row_programs", "programs")
     for M, F in [(6, 24)] if tiny else [(16384, 2048)]:
@@ -273,18 +277,18 @@ def _feed_forward_cases(tiny: bool) -> Iterator[Tuned]:
                 return lambda: feed_forward.activate_backward(da, h, seed, activation, 0.1, True, True)
 
             shape = f"{M:,} x {wide:,}"
-            yield Tuned(f"{activation} forward", shape, forward, tile, axes)
-            yield Tuned(f"{activation} backward", shape, backward, tile, axes)
-            yield Tuned(f"{activation} backward", shape, backward, programs, (Axis("programs", 1, 4096),))
+            yield TunedKernel(f"{activation} forward", shape, forward, tile, axes)
+            yield TunedKernel(f"{activation} backward", shape, backward, tile, axes)
+            yield TunedKernel(f"{activation} backward", shape, backward, programs, (Axis("programs", 1, 4096),))
 
         def relu(device: torch.device, M: int = M, F: int = F) -> Kernel:
             da, a = _randn(device, M, F), _randn(device, M, F).relu_()
             return lambda: feed_forward.relu_backward(da, a, 0.1, True)
 
-        yield Tuned("relu backward", f"{M:,} x {F:,}", relu, tile, axes)
+        yield TunedKernel("relu backward", f"{M:,} x {F:,}", relu, tile, axes)
 
 
-def _loss_cases(tiny: bool) -> Iterator[Tuned]:
+def _loss_cases(tiny: bool) -> Iterator[TunedKernel]:
     rows = _number(linear_cross_entropy, "chunk_rows", "rows")
     tile, axes = Site(linear_cross_entropy, "_config"), (Axis("BLOCK", 256, 16384), WARPS, STAGES)
     # With D = 16 the matrix products cost little beside the kernel, whose tile is asked about.
@@ -297,10 +301,10 @@ def _loss_cases(tiny: bool) -> Iterator[Tuned]:
             target = torch.arange(M, device=device) % V
             return lambda: linear_cross_entropy.forward(x, w, None, target, -100, 0.1, [True, True, False])
 
-        yield Tuned("linear + cross entropy", f"{M:,} x {D} x {V:,}", prepare, site, limits)
+        yield TunedKernel("linear + cross entropy", f"{M:,} x {D} x {V:,}", prepare, site, limits)
 
 
-def _embedding_cases(tiny: bool) -> Iterator[Tuned]:
+def _embedding_cases(tiny: bool) -> Iterator[TunedKernel]:
     M, N, V, P = (10, 24, 16, 5) if tiny else (16384, 512, 32000, 128)
 
     def forward(device: torch.device) -> Kernel:
@@ -314,10 +318,10 @@ def _embedding_cases(tiny: bool) -> Iterator[Tuned]:
 
     axes = (Axis("BLOCK_M", 1, 128), Axis("BLOCK_N", 16, 4096), WARPS)
     for name, prepare in (("embedding", forward), ("embedding's gradient", backward)):
-        yield Tuned(name, f"{M:,} x {N}", prepare, Site(embedding, "tile"), axes)
+        yield TunedKernel(name, f"{M:,} x {N}", prepare, Site(embedding, "tile"), axes)
 
 
-def _rotary_cases(tiny: bool) -> Iterator[Tuned]:
+def _rotary_cases(tiny: bool) -> Iterator[TunedKernel]:
     M, heads, K, P = (10, 8, 16, 5) if tiny else (16384, 40, 64, 2048)
 
     def prepare(device: torch.device) -> Kernel:
@@ -326,10 +330,10 @@ def _rotary_cases(tiny: bool) -> Iterator[Tuned]:
         return lambda: [rotary.rotary(x, positions, cos, sin, False, 1.0)]
 
     axes = (Axis("BLOCK_M", 1, 128), Axis("BLOCK_H", 1, 8), WARPS)
-    yield Tuned("rotary", f"{M:,} x {heads} x {K}", prepare, Site(rotary, "tile"), axes)
+    yield TunedKernel("rotary", f"{M:,} x {heads} x {K}", prepare, Site(rotary, "tile"), axes)
 
 
-def find_cases(tiny: bool = False) -> list[Tuned]:
+def find_cases(tiny: bool = False) -> list[TunedKernel]:
     """All cases, what is worth most first; `tiny` for the interpreter."""
     makers = (_norm_cases, _loss_cases, _feed_forward_cases, _embedding_cases, _rotary_cases, _decode_cases)
     rest = [case for maker in makers for case in maker(tiny)]

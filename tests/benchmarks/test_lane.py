@@ -1,203 +1,114 @@
-"""The GPU lane keeps its time limit, its results and its promises, on any machine."""
+"""`benchmarks.lane` runs every benchmark and GPU test within its time limits, and stops after failed tests."""
 
-import json
 import re
 import sys
-from dataclasses import replace
 
 import pytest
-import torch
 
-from benchmarks.harness.environment import COMMIT
-from benchmarks.harness.processes import ROOT, Outcome, variables
-from benchmarks.lane import command as lane
-from benchmarks.lane import plan, step
-from benchmarks.lane import steps as lane_steps
-from benchmarks.lane.step import Gathered, LaneStep
-from tests.benchmarks.test_report import CEILINGS, MEASURED, SLOW, record
+from benchmarks import lane
+from benchmarks.harness.processes import ROOT, run_command
+from tests.support.processes import ends
 
-
-def python(name, code, seconds=0.0, proves=True):
-    return LaneStep(name, (sys.executable, "-S", "-c", code), seconds, proves=proves)
+SLEEP = "import time; time.sleep(60)"
+CHILD = f"import subprocess, sys; print(subprocess.Popen([sys.executable, '-S', '-c', {SLEEP!r}]).pid, flush=True)"
+DEAF = "import signal; signal.signal(signal.SIGINT, signal.SIG_IGN)"
 
 
-def run(steps, seconds, out):
-    gathered = Gathered(out / "benchmarks.jsonl", out / "part.jsonl")
-    return lane.run_all(steps, seconds, out, variables(), gathered), gathered
-
-
-@pytest.fixture
-def hurry(monkeypatch):
-    """The same with shorter waits."""
-    for module in (lane, step):
-        monkeypatch.setattr(module, "GRACE", 0.5)
-
-
-@pytest.mark.slow
-def test_failures_of_ours_are_told_from_others_and_failed_tests_end_the_measurements(tmp_path, hurry):
-    interrupted = "trap 'kill $!; echo 1 failed in 0.1s; exit 1' INT; sleep 60 & wait"
-    steps = [
-        LaneStep("attention", ("sh", "-c", interrupted, "--record"), 1.0, proves=True),
-        python("none", "raise SystemExit(5)", 10.0),
-        python("profile", "raise SystemExit(4)", 10.0, proves=False),
-        LaneStep("tuning", ("nothing",), 0.0, needs=("no_such_module",)),
-        python("tests", "import sys; print('3 failed, 5 passed in 1.20s'); sys.exit(1)", 10.0),
-        LaneStep("packing", ("nothing", "--record"), 10.0, proves=True),
-    ]
-    (cut, *outcomes), _ = run(steps, 47.0, tmp_path)
-    assert cut.state.startswith("cut after ")
-    assert cut.state.endswith(" s: 1 failed")
-    assert cut.wrong
-    assert [(outcome.name, outcome.state, outcome.wrong) for outcome in outcomes] == [
-        ("none", "nothing to run", False),
-        ("profile", "failed, exit code 4", False),
-        ("tuning", "left out: no no_such_module", False),
-        ("tests", "failed, exit code 1: 3 failed, 5 passed", True),
-        ("packing", "left out: tests failed", False),
-    ]
-
-
-@pytest.mark.slow
-def test_rows_are_gathered_while_steps_run(tmp_path, hurry):
-    runs = [record(tmp_path / f"{i}.jsonl", [row]) for i, row in enumerate((MEASURED, SLOW))]
-    copy = (
-        "import pathlib, shutil, sys, time; shutil.copy(sys.argv[1], sys.argv[3]); print(sys.argv[4:])\n"
-        "gathered = pathlib.Path(sys.argv[3]).with_name('benchmarks.jsonl')\n"
-        "while not (gathered.is_file() and b'row' in gathered.read_bytes()): time.sleep(0.05)\n"
-        "time.sleep(float(sys.argv[2]))"
-    )
-    steps = [
-        LaneStep(
-            name,
-            (sys.executable, "-S", "-c", copy, str(path), wait, str(tmp_path / "part.jsonl"), "--record"),
-            proves=True,
-        )
-        for name, path, wait in (("layer_norm", runs[0], "0"), ("attention", runs[1], "60"))
-    ]
-    outcomes, gathered = run(steps, 4.0, tmp_path)
-    lines = [json.loads(line) for line in gathered.path.read_text(encoding="utf-8").splitlines()]
-    assert [sorted(line) for line in lines] == [["format", "machine"], ["row"], ["row"]]
-    assert [outcome.state[:4] for outcome in outcomes] == ["done", "cut "]
-    gathered.finish(["attention"])
-    last = json.loads(gathered.path.read_text(encoding="utf-8").splitlines()[-1])
-    assert last == {"ceilings": CEILINGS, "cut": ["attention"]}
-
-
-def test_the_summary_is_short_and_begins_with_what_was_missed(tmp_path):
-    rows = [replace(MEASURED, benchmark=f"b{i}", ratio=2.0) for i in range(50)] + [replace(SLOW, benchmark="slow")]
-    record(tmp_path / "benchmarks.jsonl", rows)
-    outcomes = [Outcome(f"step{i}", "done: 1 passed", 3.0) for i in range(40)] + [Outcome("bad", "failed, exit code 1")]
-    lines = lane.summary(outcomes, tmp_path)
-    assert len(lines) == lane.LINES
-    assert any("bad" in line for line in lines)
-    ratios = [line for line in lines if " / sdpa" in line]
-    assert ratios[0].startswith("slow / sdpa")
-    assert ratios[0].endswith("MISSED")
-    assert "0.50" in ratios[0]
-    assert lines[-1].endswith("more in benchmarks.jsonl")
-
-
-@pytest.mark.slow
-def test_the_dry_run_of_the_facts(tmp_path, capsys):
-    out = tmp_path / "facts"
-    assert lane.main(["--dry-run", "--only", "facts", "--minutes", "1", "--out", str(tmp_path)]) == 0
-    facts = json.loads((out / "facts.json").read_text(encoding="utf-8"))
-    assert {"date", "commit", "python", "torch", "processor"} <= facts["machine"].keys()
-    assert set(facts["ceilings"]) == {"copy", "matmul_bfloat16", "matmul_float16", "matmul_float32"}
-    printed = capsys.readouterr().out
-    assert (out / "summary.txt").read_text(encoding="utf-8") in printed
-    assert "of commit 0123456" in printed
-    assert len(list(out.iterdir())) <= 8
+def code(*lines: str) -> list[str]:
+    return [sys.executable, "-S", "-c", "; ".join(lines)]
 
 
 @pytest.mark.parametrize(
-    ("arguments", "commit", "message"),
+    ("lines", "seconds", "state"),
     [
-        (["--minutes", "0"], "0123456", "--minutes is 0; allowed is more than 0"),
-        (["--minutes", "nan"], "0123456", "--minutes is nan"),
-        (
-            ["--only", "fact"],
-            "0123456",
-            "unknown 'fact'; known runs: tests, ops, positions, training, models, compiled",
-        ),
-        (["--out", __file__], "0123456", "is not an empty folder"),
-        ([], "", f"{COMMIT}: the commit is ''"),
+        ([CHILD], 30.0, "done"),
+        ([CHILD, "raise SystemExit(7)"], 30.0, "failed, exit code 7"),
+        pytest.param([DEAF, CHILD, SLEEP], 2.0, "cut after 2 s", marks=pytest.mark.slow),
     ],
+    ids=["ends", "fails", "hangs"],
 )
-def test_bad_arguments_are_named_before_anything_runs(arguments, commit, message, refused, monkeypatch):
-    monkeypatch.setenv(COMMIT, commit)
-    monkeypatch.setattr(lane, "run_all", None)
-    assert message in refused(lane.main, *arguments)
+def test_a_command_leaves_no_process_running(lines, seconds, state, tmp_path):
+    log = tmp_path / "log.txt"
+    assert run_command(code(*lines), seconds, log, grace=0.5) == state
+    assert ends(int(log.read_text(encoding="utf-8").splitlines()[2]))
+
+
+@pytest.mark.slow
+def test_an_interrupted_command_can_write_its_results(tmp_path):
+    shell = "trap 'kill $!; echo evaluated; exit' INT; echo ready; sleep 60 & wait"
+    assert run_command(["sh", "-c", shell], 2.0, tmp_path / "log.txt", grace=30.0) == "cut after 2 s"
+    assert (tmp_path / "log.txt").read_text(encoding="utf-8").endswith("ready\nevaluated\n")
+
+
+def test_nothing_is_measured_after_failed_tests(tmp_path, monkeypatch, capsys):
+    commands = {
+        "profile": code("raise SystemExit(4)"),
+        "gpu-tests": [*code("import sys; print('3 failed, 5 passed in 1.20s'); sys.exit(1)"), "pytest"],
+        "packing": code("print('measured')"),
+    }
+    monkeypatch.setattr(lane, "command_of", lambda step, out, dry: commands[step])
+    assert not lane.run_steps(dict.fromkeys(commands, 10.0), 60.0, tmp_path, dry=True)
+    lines = [re.sub(r"\d+ s;", "N s;", line) for line in capsys.readouterr().out.splitlines()]
+    assert lines == [
+        "profile: failed, exit code 4, N s; ",
+        "gpu-tests: failed, exit code 1, N s; 3 failed, 5 passed in 1.20s",
+        "packing: left out, tests failed",
+    ]
+
+
+def test_steps_that_do_not_fit_leave_their_time_to_others(tmp_path, monkeypatch):
+    monkeypatch.setattr(lane.time, "monotonic", lambda: 0.0)
+    limits = {}
+    monkeypatch.setattr(lane, "command_of", lambda step, out, dry: [step])
+    monkeypatch.setattr(
+        lane, "run_command", lambda command, seconds, *further, **more: limits.update({command[0]: seconds}) or "done"
+    )
+    lane.run_steps({"a": 3.0, "b": 50.0, "c": 2.0}, 10.0 + lane.GRACE, tmp_path, dry=True)
+    assert limits == {"a": 8.0, "c": 10.0}
 
 
 def test_every_benchmark_is_in_a_run_and_every_run_fits_into_its_time(tmp_path):
     files = {path.stem.removeprefix("bench_"): path for path in (ROOT / "benchmarks").glob("bench_*.py")}
-    names = [name for steps in plan.PLAN.values() for name in steps]
-    assert len(names) + len(plan.PLAN) == len({*names, *plan.PLAN})
-    assert {name for name in names if name in files} == set(files)
+    steps = [step for run in lane.PLAN.values() for step in run]
+    assert len(steps) == len(set(steps))
 
-    def left_to(words):
-        steps = [plan.step_of(name, 0.0, tmp_path, tmp_path / "part", False).arguments for name in names]
-        return {part for command in steps if words in command for part in command if part.startswith("benchmarks/")}
+    def files_with(words):
+        commands = [lane.command_of(step, tmp_path, dry=False) for step in steps]
+        return {part for command in commands if words in command for part in command if part.startswith("benchmarks/")}
 
-    assert left_to("not (compile or flex)") == {f"benchmarks/{path.name}" for path in files.values()}
+    assert files_with("not (compile or flex)") == {f"benchmarks/{path.name}" for path in files.values()}
     compiled = {p for p in files.values() if re.search(r'"(torch\.nn-)?compile"|"flex"', p.read_text(encoding="utf-8"))}
-    assert left_to("compile or flex") == {f"benchmarks/{path.name}" for path in compiled}
-    for run, minutes in {
-        "tests": 8.0,
-        "ops": 9.0,
-        "positions": 2.0,
-        "training": 9.0,
-        "models": 9.5,
-        "compiled": 9.0,
-    }.items():
-        asked = plan.chosen(run, dry=False)
-        assert list(asked) == ["facts", *plan.PLAN[run]]
-        assert sum(asked.values()) <= lane._without_summary(60 * minutes)
-
-
-def test_every_step_has_the_seconds_that_are_kept_for_it(tmp_path, monkeypatch):
-    limits = {}
-
-    def note(step, limit, *further):
-        limits[step.name] = limit
-        return Outcome(step.name, "done")
-
-    monkeypatch.setattr(lane, "run_step", note)
-    monkeypatch.setattr("benchmarks.lane.command.time.monotonic", lambda: 0.0)  # however busy the machine is
-    assert lane.main(["--only", "positions", "--out", str(tmp_path)]) == 0
-    for name, kept in plan.chosen("positions", dry=False).items():
-        assert limits[name] >= kept - 1e-6
+    assert files_with("compile or flex") == {f"benchmarks/{path.name}" for path in compiled}
+    minutes = {"tests": 8.0, "ops": 9.0, "positions": 2.0, "training": 9.0, "models": 9.5, "compiled": 9.0}
+    for run, limit in minutes.items():
+        assert list(lane.chosen_steps(run, dry=False)) == list(lane.PLAN[run])
+        assert sum(lane.PLAN[run].values()) <= 60 * limit - lane.GRACE
 
 
 def test_every_test_that_needs_a_gpu_is_run(tmp_path):
     files = (ROOT / "tests").rglob("test_*.py")
     marked = [path for path in files if re.search(r"^ *pytestmark = MARKS$", path.read_text("utf-8"), re.MULTILINE)]
-    chosen = plan.step_of("gpu-tests", 0.0, tmp_path, tmp_path / "part", False).arguments
-    assert {str(path.relative_to(ROOT)) for path in marked} == {part for part in chosen if part.endswith(".py")}
+    command = lane.command_of("gpu-tests", tmp_path, dry=False)
+    assert {str(path.relative_to(ROOT)) for path in marked} == {part for part in command if part.endswith(".py")}
 
 
-def test_what_does_not_fit_leaves_its_time_to_others_and_the_run_incomplete(tmp_path, monkeypatch):
-    steps = [python(name, "", seconds) for name, seconds in (("a", 3.0), ("b", 5.0), ("c", 2.0), ("d", 1.0))]
-    assert [step.name for step in plan.fitting(steps, 5.0)] == ["a", "c"]
-    ran = []
-
-    def run_all(steps, seconds, out, variables, gathered):
-        ran.extend(step.name for step in steps)
-        record(gathered.part, [MEASURED])
-        gathered.collect()
-        return []
-
-    monkeypatch.setattr(lane, "run_all", run_all)
-    assert lane.main(["--only", "ops", "--minutes", "3", "--out", str(tmp_path)]) == 0
-    last = json.loads((tmp_path / "ops" / "benchmarks.jsonl").read_text(encoding="utf-8").splitlines()[-1])
-    assert last["cut"] == [name for name in plan.PLAN["ops"] if name not in ran]
-    assert ran[:2] == ["facts", "layer_norm"]
-    assert last["cut"][-1] == "ops-compiled"
+@pytest.mark.parametrize(
+    ("arguments", "commit", "message"),
+    [
+        (["--minutes", "nan"], "0123456", "--minutes is nan; allowed is more than 0"),
+        (["--only", "nothing"], "0123456", "unknown 'nothing'; known runs: tests, ops, positions, training, models,"),
+        (["--out", str(ROOT), "--only", "ops", "--dry-run"], "", "FASTFORMER_COMMIT: the commit is ''"),
+    ],
+)
+def test_bad_arguments_are_named_before_anything_runs(arguments, commit, message, refused, monkeypatch):
+    monkeypatch.setenv("FASTFORMER_COMMIT", commit)
+    assert message in refused(lane.main, *arguments)
 
 
-def test_the_profile_shows_what_training_does_and_not_the_dispatcher():
+@pytest.mark.slow
+def test_the_dry_run_writes_a_profile_without_the_dispatcher(tmp_path):
     pytest.importorskip("triton")
-    text = lane_steps._layer_norm(torch.device("cuda" if torch.cuda.is_available() else "cpu"))
+    assert lane.main(["--dry-run", "--only", "profile", "--out", str(tmp_path)]) == 0
+    text = (tmp_path / "profile" / "profile.txt").read_text(encoding="utf-8")
     assert "aten::" in text
     assert "fastformer::" not in text

@@ -3,15 +3,13 @@
 import gc
 import json
 import weakref
-from dataclasses import replace
 
 import pytest
 import torch
 from torch import Tensor
 
-from benchmarks.harness import terminal
-from benchmarks.harness.clock import saved_for_backward
-from benchmarks.harness.floors import Work
+from benchmarks.conftest import table
+from benchmarks.harness.clock import Work, saved_for_backward
 from benchmarks.harness.race import Contender, Op, Race
 from benchmarks.harness.record import Record, Row
 from tests.benchmarks.races import broken, make_race, pytest_benchmarks
@@ -25,7 +23,7 @@ def race(tmp_path):
 
 
 X = torch.randn(40, 40)
-BLANK = Row("thing", "a case", "other", "measured", 0.002, 0.003, 1.5, None, 30, (1, 1), 5e13)
+BLANK = Row(benchmark="thing", case="a case", against="other", status="measured", ours=0.002, theirs=0.003, ratio=1.5)
 
 
 def square(x: Tensor) -> Tensor:
@@ -146,15 +144,15 @@ def test_counting_what_is_kept_keeps_nothing(op):
     assert made[0]() is None
 
 
-def test_memory_of_both_sides_is_in_the_terminal():
-    compared = replace(BLANK, saved_bytes=(1_200_000, 340_000_000))
-    rows = [BLANK, compared, replace(compared, peak_bytes=(50_000_000, 2_000_000_000), status="fails: it")]
-    head, *lines = terminal.table(rows)
+def test_the_table_has_the_memory_of_both_sides():
+    compared = BLANK.model_copy(update={"saved_bytes": (1_200_000, 340_000_000)})
+    peaks = {"peak_bytes": (50_000_000, 2_000_000_000), "status": "fails: it"}
+    head, *lines = table([BLANK, compared, compared.model_copy(update=peaks)])
     assert head.endswith("memory, ours / theirs")
-    assert [line[line.index("1.50") + 4 :].split() for line in lines] == [
+    assert [line.partition("1.5 ")[2].split() for line in lines] == [
         [],
-        ["saved", "1.2", "/", "340", "MB"],
-        ["peak", "50.0", "/", "2,000", "MB", "fails:", "it"],
+        ["saved", "1.2", "/", "340.0", "MB"],
+        ["peak", "50.0", "/", "2,000.0", "MB", "fails:", "it"],
     ]
 
 
@@ -236,12 +234,13 @@ def test_a_side_that_cannot_be_captured_takes_nothing_from_the_other(race, fails
         return None
 
     race.watch.on_gpu, race.watch.replay = True, replay
-    race.watch.wall = lambda run: None
-    found = race._further_ratios(Contender("fastformer", ours, 1), Contender("other", theirs, 1), True)
-    assert set(race._notes["graph_seconds"]) == ({"fastformer"} if fails else {"fastformer", "other"})
+    race.watch.wall = lambda run: 1.0
+    sides = Contender("fastformer", ours), Contender("other", theirs)
+    found = race._gpu_ratios(*sides, True)
+    assert set(race.notes["graph_seconds"]) == ({"fastformer"} if fails else {"fastformer", "other"})
     assert ("graph" in found) is not fails
-    assert race._notes.get("no_graph") == ("other: it waits for the device" if fails else None)
-    assert "graph" not in race._further_ratios(Contender("fastformer", ours, 1), Contender("other", theirs, 1), False)
+    assert race.notes.get("no_graph") == ("other: it waits for the device" if fails else None)
+    assert "graph" not in race._gpu_ratios(*sides, False)
 
 
 @pytest.mark.parametrize(("seconds", "calls"), [(0.001, 10), (0.2, 3), (2.0, 1)])

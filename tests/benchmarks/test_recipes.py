@@ -1,379 +1,133 @@
-"""The recipes for a GPU are accepted, and the command that trains them keeps its time and what it has found."""
+"""The recipes are valid, and `benchmarks.recipes` records the scores of their seeds."""
 
-import argparse
-import dataclasses
 import json
-import signal
 import sys
+import tomllib
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 
-for needed in ("sacrebleu", "safetensors", "tomli_w"):
+for needed in ("sacrebleu", "safetensors", "typer"):
     pytest.importorskip(needed, reason="training needs the extra `apps`")
 
 import torch
 from torch import nn
 
-from benchmarks import bench_language
-from benchmarks.recipes import command as recipes
-from benchmarks.recipes import plan, seed
-from benchmarks.recipes import table as recipe_table
-from benchmarks.recipes.plan import steps_of, with_changes
-from benchmarks.recipes.seed import Training, lowercase_tokenised, train_and_evaluate
-from benchmarks.recipes.table import CUT, DONE, GOALS, RECORD, TRAINED, Goal, read_rows, table
+from benchmarks import bench_language, recipes
+from benchmarks.recipes import GOALS, MAX, judged, moses_bleu, read_recipe, summary
 from fastformer.apps.language.model import LanguageConfig, LanguageModel
-from fastformer.apps.language.run import LanguageRun, evaluate_text
-from fastformer.apps.runs.toml import save_toml
-from fastformer.apps.text import number_corpus
-from fastformer.apps.translation.run import evaluate, load_translator
-from fastformer.apps.translation.search import SearchOptions
-from tests.benchmarks.test_processes import python
+from fastformer.apps.language.run import LanguageRun
+from fastformer.apps.translation.run import TranslationRun
 
-RECIPES = Path(__file__).resolve().parents[2] / "recipes"
-SIZES = {"d_model": 16, "heads": 2, "feed_forward": 32}
-TINY = {
-    "data": {
-        "dataset": "numbers", "vocabulary": 60, "train_size": 200, "valid_size": 8, "test_size": 8, "joint": False,
-        "bleu_sentences": 4,
-    },
-    "model": {**SIZES, "encoder_layers": 1, "decoder_layers": 1},
-    "train": {"steps": 4, "warmup_steps": 2, "threads": 1, "batch_tokens": 300, "log_every": 2},
-}  # fmt: skip
-TEXTS = dict.fromkeys(("train_text", "valid_text", "test_text"), "train.txt")
-LANGUAGE = {
-    "run": {"kind": "language"},
-    "data": {**TEXTS, "tokenizer": "words", "document": "file", "context": 16},
-    "model": {**SIZES, "layers": 1},
-    "train": {"steps": 3, "threads": 1, "batch_tokens": 32},
-}
+FOLDER = Path(__file__).resolve().parents[2] / "recipes"
+TINY = """
+[data]
+dataset = "numbers"
+vocabulary = 60
+train_size = 200
+valid_size = 8
+test_size = 8
+[train]
+seed = 1
+"""
 
 
-@pytest.fixture
-def recipe(tmp_path):
-    save_toml(tmp_path / "tiny.toml", TINY)
-    return tmp_path / "tiny.toml"
-
-
-def options(*recipes, **changes):
-    given = {
-        "recipe": list(recipes), "data": None, "seeds": [1, 2], "at_once": 1, "device": "cpu", "beam": 2, "change": {},
-        "warm_up": True, "dry_run": False,
-    }  # fmt: skip
-    return argparse.Namespace(**{**given, **changes})
-
-
-def row(seed=1, status=DONE, recipe="tiny", **values):
-    return {"recipe": recipe, "variant": "", "seed": seed, "status": status, "reason": "minutes", "goals": {}, **values}
-
-
-def write(record, *rows):
-    record.write_text("".join(json.dumps(each) + "\n" for each in rows), encoding="utf-8")
-
-
-# The recipes.
-
-
-@pytest.mark.parametrize("path", sorted(RECIPES.glob("*.toml")), ids=lambda path: path.stem)
-def test_every_recipe_is_one_that_training_takes(path, tmp_path):
-    stated = with_changes(path, [], tmp_path / "config.toml")
+@pytest.mark.parametrize("path", sorted(FOLDER.glob("*.toml")), ids=lambda path: path.stem)
+def test_every_recipe_is_accepted_by_training(path):
+    settings = tomllib.loads(path.read_text(encoding="utf-8"))
+    application = (LanguageRun if "run" in settings else TranslationRun).application
+    stated = application.read_settings(path)
+    application.data(**stated["data"])
+    application.train(**stated["train"])
     assert stated["train"]["minutes"] > 0
-    assert with_changes(path, [plan.tiny(stated["run"]["kind"])], tmp_path / "tiny.toml")["train"]["steps"] == 4
+    for value, bound, limit in GOALS.get(path.stem, ()):
+        if (value, bound) == ("training seconds", MAX):
+            assert 60 * stated["train"]["minutes"] <= limit - 20
 
 
-def test_every_goal_has_its_recipe_which_leaves_time_for_all_that_the_goal_counts(tmp_path):
-    assert set(GOALS) == {path.stem for path in RECIPES.glob("*-gpu.toml")}
-    for name, goals in GOALS.items():
-        path = RECIPES / f"{name}.toml"
-        train = with_changes(path, [], tmp_path / f"{name}.toml")["train"]
-        assert train["precision"] == "bf16"
-        assert "ot measured on a GPU" in path.read_text(encoding="utf-8")
-        for goal in goals:
-            if goal.value == "training_seconds":
-                assert 60 * train["minutes"] <= goal.bound - 20
-
-
-# One run.
-
-
-def job_of(config, folder, **changes):
-    given = {"facts": {"recipe": "tiny", "variant": "", "seed": 1}, "beam": 2}
-    return Training(str(config), str(folder / "run"), "cpu", str(folder / RECORD), **{**given, **changes})
-
-
-def test_a_translation_is_trained_scored_and_recorded(recipe, tmp_path):
-    goals = (Goal("bleu", 101.0), Goal("training_seconds", 600, at_least=False), Goal("perplexity", 1.0))
-    found = train_and_evaluate(job_of(recipe, tmp_path, goals=goals))
-    first, last = map(json.loads, (tmp_path / RECORD).read_text(encoding="utf-8").splitlines())
-    assert (first["status"], last["status"]) == (TRAINED, DONE)
-    assert first.items() <= {**last, "status": TRAINED}.items()
-    assert last == json.loads(json.dumps(found)) == read_rows(tmp_path / RECORD)[0]
-
-    corpus = number_corpus("fr", 200, 8, 8)[2]
-    translator = load_translator(tmp_path / "run")
-    scores, translations = evaluate(translator, corpus, SearchOptions(beam=2))
-    lower, _ = evaluate(translator, corpus, SearchOptions(beam=2), lowercase=True)
-    assert [last[name] for name in ("bleu", "chrf", "bleu_signature", "test_sentences", "bleu_lowercase")] == [
-        scores.bleu, scores.chrf, scores.bleu_signature, 8, lower.bleu,
-    ]  # fmt: skip
-    assert "case:lc" in last["bleu_lowercase_signature"]
-    kept = json.loads((tmp_path / "translations.jsonl").read_text(encoding="utf-8"))
-    assert kept == {"recipe": "tiny", "variant": "", "seed": 1, "translations": translations}
-    assert last["goals"] == {"bleu >= 101": False, "training_seconds <= 600": True, "perplexity >= 1": None}
-    assert (last["steps"], last["reason"], last["best"]) == (4, "steps", "step-4")
-    assert last["training_seconds"] >= last["preparation_seconds"] > 0
-    assert last["tokens_per_second"] > 0
-    assert last["validations"][-1]["bleu"] >= 0
-    assert {"torch", "commit", "date", "sentencepiece"} <= last["machine"].keys()
-
-
-def test_a_language_model_is_recorded_with_the_tokens_its_perplexity_is_of(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    Path("train.txt").write_text("the cat sat on the mat\na dog barked at the cat\n" * 20, encoding="utf-8")
-    save_toml(Path("recipe.toml"), LANGUAGE)
-    goal = Goal("perplexity", 1e9, at_least=False)
-    found = train_and_evaluate(job_of(Path("recipe.toml"), tmp_path, goals=(goal,)))
-    _, expected = evaluate_text(tmp_path / "run")
-    assert (found["perplexity"], found["test_tokens"]) == (expected.per_token, expected.tokens)
-    _, expected = evaluate_text(tmp_path / "run", overlap=8)
-    assert (found["overlap"], found["perplexity_overlapped"]) == (8, expected.per_token)
-    assert found["perplexity_overlapped"] != found["perplexity"]
-    assert found["goals"] == {"perplexity <= 1e+09": True}
-    assert not (tmp_path / "translations.jsonl").exists()
-
-
-def test_what_is_interrupted_is_evaluated_and_called_cut(recipe, tmp_path, monkeypatch):
-    fit = seed.TranslationRun.fit
-    monkeypatch.setattr(seed.TranslationRun, "fit", lambda run: dataclasses.replace(fit(run), reason="interrupted"))
-    assert train_and_evaluate(job_of(recipe, tmp_path, test=3))["status"] == CUT
-    assert read_rows(tmp_path / RECORD)[0]["test_sentences"] == 3
-
-
-def test_a_warm_up_records_nothing(recipe, tmp_path):
-    train_and_evaluate(dataclasses.replace(job_of(recipe, tmp_path, test=2), record=None))
-    assert not (tmp_path / RECORD).exists()
-    assert not (tmp_path / "translations.jsonl").exists()
-    assert (tmp_path / "run" / "checkpoints").is_dir()
-
-
-def test_tokens_of_moses_where_they_are_to_be_had(monkeypatch):
-    monkeypatch.setitem(sys.modules, "sacremoses", None)
-    assert lowercase_tokenised(["a"], ["a"], "fr")["bleu_lowercase_tokenised"] is None
-
-    class Normalizer:
-        def __init__(self, language):
-            assert language == "fr"
-
-        def normalize(self, text):
-            return text.replace("\N{RIGHT SINGLE QUOTATION MARK}", "'")
-
-    class Tokenizer(Normalizer):
-        def tokenize(self, text, return_str):
-            return text.replace("'", "' ").replace(".", " .")
-
-    moses = SimpleNamespace(MosesPunctNormalizer=Normalizer, MosesTokenizer=Tokenizer)
-    monkeypatch.setitem(sys.modules, "sacremoses", moses)
-    found = lowercase_tokenised(["L\N{RIGHT SINGLE QUOTATION MARK}homme rit ."], ["l'homme rit."], "fr")
-    assert found["bleu_lowercase_tokenised"] == pytest.approx(100.0)
-    assert "(fr)" in found["bleu_lowercase_tokenised_signature"]
-    assert "tok:none" in found["bleu_lowercase_tokenised_signature"]
-
-
-# What there is to do.
-
-
-def test_seeds_that_are_done_are_not_trained_again(recipe, tmp_path):
-    record = tmp_path / RECORD
-    write(record, row(1, TRAINED), row(1), row(2, TRAINED), row(3, CUT), row(4) | {"variant": "dry run"})
-    names = [step.name for step in steps_of(options(recipe, seeds=[1, 2, 3, 4]), tmp_path, tmp_path)]
-    assert names == ["tiny, seed 2", "tiny, seed 3", "tiny, seed 4"]
-    change = {"train": {"lr": 0.5}}
-    (step, *_) = steps_of(options(recipe, change=change), tmp_path, tmp_path)
-    assert step.name == "tiny, train.lr=0.5, seed 1"
-    job = Training.load(Path(step.arguments[-1]))
-    assert job.facts["settings"]["train"]["lr"] == 0.5
-    assert "lr = 0.5" in Path(job.config).read_text(encoding="utf-8")
-
-
-def test_on_a_gpu_compilation_comes_first_and_alone(recipe, tmp_path):
-    timed = {"train": {"minutes": 2.0}}
-    steps = steps_of(options(recipe, recipe, device="cuda", change=timed, seeds=[5]), tmp_path, tmp_path)
-    assert [step.alone for step in steps] == [True, True, False, False]
-    first, last = (Training.load(Path(steps[i].arguments[-1])) for i in (0, -1))
-    assert first.record is None
-    assert "steps = 30" in Path(first.config).read_text(encoding="utf-8")
-    assert "seed = 5" in Path(last.config).read_text(encoding="utf-8")
-    assert (steps[0].seconds, steps[-1].seconds) == (0.0, 145.0)
-    assert not any(step.alone for step in steps_of(options(recipe, device="cuda", warm_up=False), tmp_path, tmp_path))
-    assert len({Training.load(Path(step.arguments[-1])).folder for step in steps}) == 4
-
-
-def test_published_files_are_prepared_once(tmp_path, monkeypatch):
-    prepared = []
-    monkeypatch.setattr(plan, "prepare", lambda name, source, to: prepared.append((name, source, to)))
-    (tmp_path / "files" / "wikitext-2").mkdir(parents=True)
-    found = plan.prepared("data/wikitext2", tmp_path / "files", tmp_path)
-    assert prepared == [("wikitext2", tmp_path / "files" / "wikitext-2", Path(found))]
-    Path(found).mkdir(parents=True)
-    (Path(found) / "dataset.json").touch()
-    assert plan.prepared("data/wikitext2", tmp_path / "files", tmp_path) == found
-    assert plan.prepared("data/multi30k", tmp_path / "files", tmp_path).endswith("multi30k")
-    assert prepared[1:] == [("multi30k", tmp_path / "files", tmp_path / "data" / "multi30k")]
-    with pytest.raises(ValueError, match=r"--data: the dataset multi30k of the recipe needs the folder"):
-        plan.prepared("data/multi30k", None, tmp_path)
-
-
-# Processes and their time.
-
-
-def test_a_seed_without_time_is_left_out_and_a_failed_one_stops_nothing(tmp_path, monkeypatch):
-    steps = [python("fails", "raise SystemExit(7)"), python("long", "", seconds=100.0), python("last", "print('y')")]
-    found = {outcome.name: outcome.state for outcome in recipes.run_all(steps, 20.0, 1, tmp_path / "log.txt")}
-    assert (found["fails"], found["last"]) == ("failed, exit code 7", "done")
-    assert found["long"].startswith("left out: ")
-    log = (tmp_path / "log.txt").read_text(encoding="utf-8")
-    assert "fails, 16 s at most" in log, "of 20 s, with 4 to end in"
-    assert log.endswith("\ny\n")
-    clock = SimpleNamespace(monotonic=iter([0.0, 17.0]).__next__, sleep=lambda seconds: None)
-    monkeypatch.setattr(recipes, "time", clock)
-    (late,) = recipes.run_all([python("late", "")], 20.0, 1, tmp_path / "log.txt")
-    assert late.state == "left out: 3 s were left", "those to end in"
+def test_every_goal_has_its_recipe():
+    assert set(GOALS) == {path.stem for path in FOLDER.glob("*-gpu.toml")}
+    row = {"BLEU": 40.0, "training seconds": 181.0}
+    assert judged("multi30k-en-de-gpu", row) == {"BLEU at least 40": True, "training seconds at most 180": False}
 
 
 @pytest.mark.slow
-def test_several_at_once_but_compilation_alone(tmp_path):
-    def marks(name, other):
-        """Say "+", wait until the other one has, too, and say "-"."""
-        here, there = (str(tmp_path / each) for each in (name, other))
-        return (
-            f"import os, time; print('+{name}', flush=True); open({here!r}, 'w').close()\n"
-            f"while not os.path.exists({there!r}): time.sleep(0.01)\n"
-            f"time.sleep(0.1); print('-{name}', flush=True)"
-        )
+def test_the_command_from_recipe_to_summary(tmp_path, capsys):
+    (tmp_path / "tiny.toml").write_text(TINY, encoding="utf-8")
+    given = ["--recipe", str(tmp_path / "tiny.toml"), "--out", str(tmp_path / "out"), "--seeds", "2", "--dry-run"]
+    assert recipes.main([*given, "--beam", "2", "--", "--lr", "1e-2"]) == 0, (tmp_path / "out/log.txt").read_text(
+        "utf-8"
+    )
+    (row,) = map(json.loads, (tmp_path / "out" / "record.jsonl").read_text(encoding="utf-8").splitlines())
+    assert (row["state"], row["seed"], row["machine"]["commit"], row["steps"]) == ("done", 2, "0123456", 4)
+    assert min(row["chrF"], row["tokens/s"], row["training seconds"]) >= 0
+    config = tomllib.loads((tmp_path / "out" / "tiny-2" / "config.toml").read_text(encoding="utf-8"))
+    assert (config["train"]["seed"], config["train"]["lr"], config["model"]["d_model"]) == (2, 1e-2, 16)
+    assert "tiny, seed 2: done; BLEU" in capsys.readouterr().out
+    assert recipes.main(given) == 0
+    assert "tiny-2: not trained again" in capsys.readouterr().out
 
-    steps = [
-        python(name, marks(name, other), alone=alone)
-        for name, other, alone in (
-            ("a", "a", True),
-            ("b", "c", False),
-            ("c", "b", False),
-            ("d", "d", True),
-            ("e", "e", False),
-        )
+
+def test_a_seed_without_time_is_left_out(tmp_path):
+    (tmp_path / "tiny.toml").write_text(TINY.replace("seed = 1", "minutes = 5"), encoding="utf-8")
+    session = recipes.Session(recipes.parse(["--recipe", "tiny.toml", "--minutes", "5"]), tmp_path, [])
+    state = session.seed(read_recipe(tmp_path / "tiny.toml", None, tmp_path), 1)
+    assert state.startswith("tiny-1: left out, 27")
+    assert not (tmp_path / "record.jsonl").exists()
+
+
+def test_the_summary_has_seeds_means_and_goals(tmp_path):
+    record = tmp_path / "record.jsonl"
+    rows = [
+        {"recipe": "a", "seed": seed, "state": "done", "BLEU": bleu, "goals": {"BLEU at least 40": bleu >= 40}}
+        for seed, bleu in ((1, 39.0), (2, 41.0))
     ]
-    assert {outcome.state for outcome in recipes.run_all(steps, 30.0, 2, tmp_path / "log.txt")} == {"done"}
-    printed = (tmp_path / "log.txt").read_text(encoding="utf-8").splitlines()
-    marks_of = [line for line in printed if line.startswith(("+", "-"))]
-    assert marks_of[:2] == ["+a", "-a"]
-    assert {mark[0] for mark in marks_of[2:4]} == {"+"}
-    assert marks_of[6:] == ["+d", "-d", "+e", "-e"]
+    record.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    assert summary(record) == [
+        "a, seed 1: done; BLEU 39.00",
+        "a, seed 2: done; BLEU 41.00",
+        "a, mean: BLEU 40.00 ± 1.41",
+        "a, goal BLEU at least 40: reached by 1 of 2",
+    ]
 
 
-# The record and the table.
-
-
-def test_a_record_that_a_crash_cut_is_read_and_a_damaged_one_is_named(tmp_path):
-    record = tmp_path / RECORD
-    write(record, row(1, TRAINED), row(2), row(1, bleu=3.0))
-    with record.open("a", encoding="utf-8") as file:
-        file.write('{"recipe": "ti')
-    assert [(each["seed"], each["status"]) for each in read_rows(record)] == [(1, DONE), (2, DONE)]
-    with record.open("a", encoding="utf-8") as file:
-        file.write("\n")
-    with pytest.raises(ValueError, match=r"record\.jsonl:4: is no row of this record"):
-        read_rows(record)
-    assert read_rows(tmp_path / "none") == []
-
-
-def test_the_table_counts_what_is_done():
-    goal = Goal("bleu", 40.0)
-    rows = [row(i + 1, bleu=bleu, goals={str(goal): bleu >= 40}) for i, bleu in enumerate((39.0, 41.0))]
-    rows += [row(3, CUT, bleu=1.0, goals={str(goal): False}) | {"reason": "interrupted"}, row(4, TRAINED)]
-    lines = table([*rows, row(1, recipe="other", perplexity=70.0)])
-    cells = [line.split() for line in lines]
-    assert cells[:2] == [["tiny"], ["seed", "BLEU", "status"]]
-    assert cells[4] == ["3", "1.00", "cut", "(interrupted)"]
-    assert cells[5] == ["4", "-", "trained"]
-    assert cells[6:8] == [["mean", "40.00"], ["deviation", "1.41"]]
-    assert lines[8] == "goal bleu >= 40: held by 1 of 2"
-    assert cells[9:] == [["other"], ["seed", "perplexity", "status"], ["1", "70.00", "done"]]
-    unknown = table([row(goals={"perplexity <= 80": None})])
-    assert unknown[-1] == "goal perplexity <= 80: not judged"
-
-
-# The command.
-
-
-@pytest.fixture
-def command(tmp_path, monkeypatch, recipe):
-    """The command in this process, in a folder of its own; its runs are processes."""
-    monkeypatch.chdir(tmp_path)
-    handlers = {}
-    monkeypatch.setattr(signal, "signal", handlers.__setitem__)
-    given = ["--recipe", str(recipe), "--out", "out", "--runs", "runs", "--device", "cpu", "--minutes", "1"]
-
-    def run(arguments=()):
-        return recipes.main([*given, *arguments])
-
-    run.handlers = handlers
-    return run
-
-
-@pytest.mark.slow
-def test_the_command_from_recipe_to_table(command, tmp_path, monkeypatch, capsys):
-    monkeypatch.delenv("PYTHONPATH", raising=False)
-    assert command(["--seeds", "3"]) == 0, (tmp_path / "out" / "log.txt").read_text(encoding="utf-8")
-    assert signal.SIGTERM in command.handlers
-    assert sorted(path.name for path in (tmp_path / "out").iterdir()) == [
-        "log.txt", "record.jsonl", "summary.txt", "translations.jsonl",
-    ]  # fmt: skip
-    (found,) = read_rows(tmp_path / "out" / RECORD)
-    assert (found["status"], found["machine"]["commit"], found["settings"]["train"]["seed"]) == (DONE, "0123456", 3)
-    assert (tmp_path / "out" / "summary.txt").read_text(encoding="utf-8") in capsys.readouterr().out
+def test_bleu_of_moses_tokens_needs_sacremoses(monkeypatch, tmp_path):
+    (tmp_path / "o.txt").write_text("L\N{RIGHT SINGLE QUOTATION MARK}homme rit .\n", encoding="utf-8")
+    (tmp_path / "test.fr").write_text("l'homme rit.\n", encoding="utf-8")
+    monkeypatch.setitem(sys.modules, "sacremoses", None)
+    assert moses_bleu(tmp_path / "o.txt", tmp_path, "fr") == {}
+    quote = "\N{RIGHT SINGLE QUOTATION MARK}"
+    moses = SimpleNamespace(
+        MosesPunctNormalizer=lambda language: SimpleNamespace(normalize=lambda text: text.replace(quote, "'")),
+        MosesTokenizer=lambda language: SimpleNamespace(
+            tokenize=lambda text, return_str: text.replace("'", "' ").replace(".", " .")
+        ),
+    )
+    monkeypatch.setitem(sys.modules, "sacremoses", moses)
+    assert moses_bleu(tmp_path / "o.txt", tmp_path, "fr") == {"BLEU, Moses tokens": pytest.approx(100.0)}
 
 
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--minutes", "nan"], "--minutes is nan; allowed is more than 0"),
-        (["--at-once", "0"], "--at-once is 0; allowed is 1 and more"),
-        (["--seeds", "1,1"], "'1,1' is no list of different whole numbers"),
-        (["--seeds", "a"], "'a' is no list of different whole numbers"),
-        (["--set", "lr=1"], "'lr=1' is not data.NAME=VALUE"),
-        (["--set", "train.lt=1"], "unknown key 'lt' in [train]; did you mean 'lr'?"),
-        (["--set", "train.lr=high"], "lr must be a finite number"),
-        (["--set", "train.lr=-1"], "lr must be above 0, not -1"),
-        (["--set", "data.dataset=data/multi30k"], "--data: the dataset multi30k of the recipe needs the folder"),
-        (["--out", __file__], "is no folder"),
-        (["--recipe", "nothing.toml"], "nothing.toml: there is no such"),
+        (["--minutes", "nan"], "--minutes must be above 0"),
+        (["--seeds", "a"], "--seeds is 'a'; allowed are whole numbers"),
+        (["--recipe", str(FOLDER / "multi30k-en-de-gpu.toml")], "--data: the dataset multi30k of"),
+        (["--recipe", "nothing.toml"], "No such file or directory: 'nothing.toml'"),
     ],
 )
-def test_bad_arguments_are_named_before_anything_runs(arguments, message, command, monkeypatch, refused):
-    monkeypatch.setattr(recipes, "run_all", lambda *arguments: pytest.fail("something ran"))
-    assert message in refused(command, *arguments).strip().splitlines()[-1]
+def test_bad_arguments_are_named_before_anything_runs(arguments, message, tmp_path, refused):
+    (tmp_path / "tiny.toml").write_text(TINY, encoding="utf-8")
+    given = ["--recipe", str(tmp_path / "tiny.toml"), "--out", str(tmp_path / "out")]
+    assert message in refused(recipes.main, *given, *arguments)
 
 
-def test_what_is_missing_is_named(command, monkeypatch, refused):
-    monkeypatch.setenv("FASTFORMER_COMMIT", "")
-    assert refused(command).startswith("error: FASTFORMER_COMMIT: the commit is '';")
-    find = recipes.importlib.util.find_spec
-    monkeypatch.setattr(recipes.importlib.util, "find_spec", lambda name: None if name == "tomli_w" else find(name))
-    assert refused(command) == "error: not installed here: tomli-w (pip install tomli-w)\n"
-
-
-def test_the_columns_name_values_of_the_rows():
-    values = {value for value, _, _ in recipe_table._COLUMNS.values()} | {g.value for gs in GOALS.values() for g in gs}
-    source = Path(seed.__file__).read_text(encoding="utf-8")
-    assert all(f'"{value}"' in source for value in values)
-
-
-def test_the_tutorial_is_the_tutorial():
-    """PyTorch's word_language_model subclasses nn.Transformer, and hands it no rate of dropout."""
-    settings = LanguageRun.application.read_settings(RECIPES / "wikitext2-word-tutorial.toml")
-    config = LanguageConfig(vocabulary=33_278, **settings["model"])
-    assert config == bench_language.CONFIG
-    c = config = dataclasses.replace(config, vocabulary=2_000)
+def test_the_tutorial_of_the_benchmark_is_the_tutorial():
+    """PyTorch's word_language_model subclasses nn.Transformer and gives it no dropout rate."""
+    settings = LanguageRun.application.read_settings(FOLDER / "wikitext2-word-tutorial.toml")
+    assert LanguageConfig(vocabulary=33_278, **settings["model"]) == bench_language.CONFIG
+    c = config = LanguageConfig(vocabulary=2_000, **settings["model"])
     torch.manual_seed(0)
     model = LanguageModel(config)
     with pytest.warns(UserWarning, match="nested"):
@@ -381,15 +135,17 @@ def test_the_tutorial_is_the_tutorial():
     twin = bench_language.TutorialLanguageModel(model)
     for encoder in (model.decoder, twin.encoder):
         assert [name for name, _ in encoder.named_parameters()] == [name for name, _ in original.named_parameters()]
-        for ours, theirs in zip(encoder.layers, original.layers, strict=True):
-            assert ours.norm_first == theirs.norm_first
-            assert ours.self_attn.dropout == theirs.self_attn.dropout == 0.1
-            rates = {name: module.p for name, module in theirs.named_modules() if isinstance(module, nn.Dropout)}
-            assert {name: m.p for name, m in ours.named_modules() if isinstance(m, nn.Dropout)} == rates
+        for layer, expected in zip(encoder.layers, original.layers, strict=True):
+            assert (layer.norm_first, layer.self_attn.dropout) == (expected.norm_first, expected.self_attn.dropout)
+            rates, expected_rates = (
+                {name: module.p for name, module in each.named_modules() if isinstance(module, nn.Dropout)}
+                for each in (layer, expected)
+            )
+            assert rates == expected_rates
     assert model.embedding.dropout.p == twin.dropout.p == 0.2
-    for name, theirs in original.named_parameters():
-        if theirs.dim() > 1:  # 40,000 numbers at least: their deviation is known to 0.5 %
-            assert model.decoder.get_parameter(name).std().item() == pytest.approx(theirs.std().item(), rel=0.03), name
+    for name, expected in original.named_parameters():
+        if expected.dim() > 1:  # 40,000 numbers at least: their deviation is known to 0.5 %
+            assert model.decoder.get_parameter(name).std().item() == pytest.approx(expected.std().item(), rel=0.03)
     for weight in (model.embedding.tokens.weight, model.output.weight):
         assert 0.0999 < weight.abs().max() <= 0.1
     assert (model.output.bias == 0).all()

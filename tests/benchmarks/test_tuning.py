@@ -11,8 +11,8 @@ import torch
 pytest.importorskip("triton")
 
 from benchmarks.harness.clock import Stopwatch
-from benchmarks.tuning import sweep as tuning
-from benchmarks.tuning.cases import Axis, Site, Tuned, _grid, find_cases, neighbours
+from benchmarks.tuning import __main__ as tuning
+from benchmarks.tuning.cases import Axis, Site, TunedKernel, _grid, find_cases, neighbours
 from fastformer_kernels.attention import tiles
 from fastformer_kernels.embedding import kernels as embedding
 
@@ -32,7 +32,7 @@ def sweep(minutes=1.0, tiny=False):
 
 def results(options, call, **settings):
     """The results of a case whose configurations are the call's arguments."""
-    case = Tuned("kernel", "shape", lambda device: call, options=options)
+    case = TunedKernel("kernel", "shape", lambda device: call, options=options)
     return list(sweep(**settings).case(case, call, case.chosen(call), case.others(options[0])))
 
 
@@ -107,7 +107,7 @@ def test_the_kernels_see_the_configuration_that_is_tried(monkeypatch):
 
 
 def test_what_is_wrong_or_fails_is_no_figure(monkeypatch):
-    monkeypatch.setattr(tuning.Sweep, "_race", lambda self, base, other: (1.0, 2.0))
+    monkeypatch.setattr(tuning.Sweep, "time_pair", lambda self, base, other: (1.0, 2.0))
 
     def call(n):
         if n == 2:
@@ -125,7 +125,7 @@ def test_what_is_wrong_or_fails_is_no_figure(monkeypatch):
 
 
 def test_the_ratio_says_how_much_faster_the_neighbour_is(monkeypatch):
-    monkeypatch.setattr(tuning.Sweep, "_fault", lambda *_: None)
+    monkeypatch.setattr(tuning, "_compare", lambda *_: None)
     (found,) = results(({"n": 8}, {"n": 2}), lambda n: [torch.tensor([float(n)])])
     assert (found.seconds, found.ratio) == (2.0, 4.0)
 
@@ -134,14 +134,14 @@ def test_a_case_whose_own_configuration_fails_does_not_end_the_sweep():
     def prepare(device):
         raise torch.OutOfMemoryError("CUDA out of memory. Tried")
 
-    good = Tuned("good", "shape", lambda device: lambda n: [torch.ones(1)], options=({"n": 1}, {"n": 2}))
-    bad = Tuned("bad", "shape", prepare, options=good.options)
-    found = list(tuning.sweep_all(sweep(tiny=True), [(0, bad), (1, good)]))
+    good = TunedKernel("good", "shape", lambda device: lambda n: [torch.ones(1)], options=({"n": 1}, {"n": 2}))
+    bad = TunedKernel("bad", "shape", prepare, options=good.options)
+    found = list(sweep(tiny=True).run([(0, bad), (1, good)]))
     assert {(result.kernel, result.status) for result in found} == {
         ("bad", "fails: OutOfMemoryError: CUDA out of memory. Tried"),
         ("good", "dry run"),
     }
-    late = tuning.sweep_all(sweep(minutes=-1), [(0, bad), (1, good)])
+    late = sweep(minutes=-1).run([(0, bad), (1, good)])
     assert [(result.kernel, result.status) for result in late] == [("bad", "no time left"), ("good", "no time left")]
 
 
@@ -196,10 +196,8 @@ def test_the_library_takes_tiles_that_were_measured_to_be_faster(monkeypatch, tm
     [
         (["--dry-run", "--minutes", "0"], "--minutes must be a number above 0, not 0"),
         (["--dry-run", "--minutes", "nan"], "--minutes must be a number above 0, not nan"),
-        (["--dry-run", "--workers", "-1"], "--workers must be 0 or more, not -1"),
-        (["--dry-run", "--out", "/no/such/file"], "/no/such is no directory"),
-        (["--dry-run", "--out", "file"], "--out: FASTFORMER_COMMIT: the commit is ''; needed are 7 to 40"),
-        (["--dry-run", "--only", "nothing"], "no kernel of that name; there are RMS norm backward, "),
+        (["--dry-run"], "FASTFORMER_COMMIT: the commit is ''; needed are 7 to 40"),
+        (["--dry-run", "--only", "nothing"], "no kernel has that name; known are RMS norm backward, "),
     ],
 )
 def test_bad_arguments_end_with_one_line_and_code_2(argv, message, refused, monkeypatch):

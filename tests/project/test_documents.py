@@ -15,7 +15,7 @@ from tests.project.documents import DOCUMENTS, ROOT, Block, anchors, blocks, com
 
 pytest.importorskip("typer", reason="the command line needs the extra `apps`")
 
-from benchmarks.report.pages import BEGIN, END
+from benchmarks.report import BEGIN, END
 from fastformer.apps.language import run as language_run
 from fastformer.apps.text import datasets, docstring_corpora, number_corpus, write_lines
 from tests.apps.cli.test_cli import TRAIN as TRAIN_TRANSLATION

@@ -1,1 +1,0 @@
-"""Real trainings for several seeds under a time limit: `python -m benchmarks.recipes`."""

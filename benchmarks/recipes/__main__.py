@@ -1,7 +1,0 @@
-"""`python -m benchmarks.recipes`."""
-
-import sys
-
-from benchmarks.recipes.command import main
-
-sys.exit(main())

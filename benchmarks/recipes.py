@@ -42,10 +42,10 @@ GOALS: Mapping[str, Sequence[tuple[str, str, float]]] = {
     "multi30k-en-fr-gpu": (("BLEU, Moses tokens", MIN, 61.5),),
     "wikitext2-word-gpu": (("perplexity", MAX, 80), ("training seconds", MAX, 300)),
 }
-TINY = "--d-model 16 --heads 2 --feed-forward 32 --warmup-steps 2 --precision fp32 --log-every 2"
+TINY = "--d-model 16 --heads 2 --feed-forward 32 --warmup-steps 2 --precision fp32 --log-every 2 --batch-tokens 999"
 TINY_KINDS = {
-    "translation": "--encoder-layers 1 --decoder-layers 1 --vocabulary 600 --bleu-sentences 4 --average 1 --batch-tokens 999",
-    "language": "--layers 1 --vocabulary 600 --context 64 --batch-tokens 999",
+    "translation": "--encoder-layers 1 --decoder-layers 1 --vocabulary 600 --bleu-sentences 4 --average 1",
+    "language": "--layers 1 --vocabulary 600 --context 64",
 }
 _SCORE = re.compile(r"^(BLEU|chrF|perplexity) ([\d.,]+)", re.MULTILINE)
 

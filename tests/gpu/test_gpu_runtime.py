@@ -1,6 +1,5 @@
 """What kernels do to the host: capture in CUDA graphs, no waiting, few compilations."""
 
-import json
 from pathlib import Path
 
 import pytest
@@ -11,10 +10,8 @@ import fastformer
 from fastformer.packing import Layout
 from tests.gpu.gpu_cases import CASES, B, H, T, lengths
 from tests.support.closeness import assert_close
-from tests.support.fused_calls import CALLS
 from tests.support.fused_op import DEVICE
 from tests.support.gpu import MARKS, captured, no_host_sync
-from tests.support.python import python
 
 pytestmark = MARKS
 
@@ -98,25 +95,3 @@ def test_the_host_waits_for_nothing(name):
         step()
         with no_host_sync():
             step()
-
-
-def facts(cache: Path) -> dict[str, dict]:
-    ran = python(TESTS / "gpu_compilations.py", *CALLS, TRITON_CACHE_DIR=str(cache))
-    assert ran.returncode == 0, ran.stderr
-    found: dict[str, dict] = json.loads(ran.stdout.splitlines()[-1])
-    return found
-
-
-@pytest.mark.slow  # two processes, of which one compiles 34 kernels: others run meanwhile
-def test_compilations(tmp_path):
-    """Few for all numbers of tokens, each in seconds, and none in a second process, which finds them in the cache."""
-    first = facts(tmp_path)
-    for op, found in first.items():
-        assert found["kernels"], op
-        assert max(found["kernels"].values()) <= CALLS[op].compilations, (op, found)
-        assert found["seconds"] < 30, (op, found)
-    compiled = {path.name for path in tmp_path.rglob("*.cubin")}
-    assert compiled
-    second = facts(tmp_path)
-    assert {path.name for path in tmp_path.rglob("*.cubin")} == compiled
-    assert sum(x["seconds"] for x in second.values()) < sum(x["seconds"] for x in first.values())

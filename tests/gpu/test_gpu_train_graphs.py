@@ -8,7 +8,6 @@ import pytest
 import torch
 
 import fastformer
-from fastformer.apps.text import collate
 from fastformer.apps.train import Processes, TrainConfig
 from fastformer.apps.train.fixed_batch import shape_of
 from fastformer.apps.train.graphs import GraphedUpdate, new_update
@@ -86,15 +85,6 @@ def test_steps_with_rotary_positions_are_the_eager_ones(order, captures):
         model = random_model(1, d_model=64, heads=2, dropout=0.0, **settings).to("cuda").train()
         results[graphs] = train(update_of(model, cuda_graphs=graphs), given)
     torch.testing.assert_close(results[True], results[False], rtol=1e-3, atol=0)
-
-
-def test_parameters_are_the_eager_ones(captures):
-    """With SGD: where gradients are nothing but rounding, as of the biases of keys, Adam makes them large."""
-    with fastformer.backend("triton"):
-        _, _, model, other = both(groups(25))
-    for x, y in zip(model.parameters(), other.parameters(), strict=True):
-        torch.testing.assert_close(x, y, rtol=1e-3, atol=1e-4)
-    assert len(captures) == 5
 
 
 def test_dropout_is_drawn_anew_and_counted():
@@ -193,11 +183,6 @@ def test_a_capture_that_fails_leaves_eager_steps(captures, monkeypatch):
     assert not torch.equal(torch.randn(1000, device="cuda"), torch.randn(1000, device="cuda"))
 
 
-def test_adam_does_not_warn_of_eager_steps(recwarn):
-    train(update_of(random_model(1).to("cuda").train(), optimizer="adamw"), groups(1) * 4)
-    assert not [w for w in recwarn if "capturable" in str(w.message)]
-
-
 def test_validation_between_steps_harms_nothing():
     """It grows the tables of positions that graphs read, and takes and frees memory."""
     given = groups(1) * 4
@@ -213,18 +198,3 @@ def test_validation_between_steps_harms_nothing():
     second = train(update, given, rate=1e-3)
     del rubbish
     torch.testing.assert_close(torch.cat([first, second]), expected, rtol=1e-3, atol=0)
-
-
-def test_the_benchmark_batches(captures):
-    """Multi30k's lengths at the size of a base model's width, both kinds of batches."""
-    from benchmarks.harness.lengths import VOCABULARY, typical_pairs
-
-    model = random_model(
-        1, source_vocabulary=VOCABULARY, target_vocabulary=VOCABULARY, d_model=64, heads=2, dropout=0.1
-    )
-    update = update_of(model.to("cuda").train(), optimizer="adamw", precision="bf16")
-    with fastformer.backend("triton"):
-        for kind in ("random", "bucketed"):
-            losses = train(update, [[collate(typical_pairs(kind))]] * 5)
-            assert losses.isfinite().all()
-    assert len(captures) == 4

@@ -62,16 +62,6 @@ def test_what_moves_numbers_only_has_none():
     assert noise(lambda: [x.t(), x[1:].expand(5, 2, 4)], exact, torch.float32) == [0.0, 0.0]
 
 
-@pytest.mark.parametrize("name", OPS)
-def test_it_is_in_proportion_to_the_rounding(name):
-    op, shapes = OPS[name]
-    inputs = [random(*shape, dtype=torch.float32).double() for shape in shapes]
-    of_fp32, of_fp64 = (errors(op, inputs, dtype)[1] for dtype in (torch.float32, torch.float64))
-    for one, two in zip(of_fp32, of_fp64, strict=True):
-        # In fp64 the exact results have noise of their own.
-        assert 0.1 < one * torch.finfo(torch.float64).eps / (two * torch.finfo(torch.float32).eps) < 2
-
-
 def test_what_is_written_in_place_is_rounded_too():
     x, y = random(5, 4).detach(), random(5, 4).detach()
 
@@ -80,12 +70,6 @@ def test_what_is_written_in_place_is_rounded_too():
 
     for found, largest in zip(noise(run, run(), torch.float16), run(), strict=True):
         assert 1e-4 < found / largest.abs().max() < 1e-2
-
-
-def test_it_is_the_same_each_time():
-    x = random(3, 4).detach()
-    one, two = (noise(lambda: [x @ x.t()], [x @ x.t()], torch.float32) for _ in range(2))
-    assert one == two
 
 
 def test_what_hides_subtractions_is_written_out():

@@ -34,7 +34,6 @@ from fastformer.apps.settings import (
     default_text,
     explained,
     facts,
-    inherited,
     setting,
     to_plain,
 )
@@ -190,19 +189,10 @@ class _Own(Settings):
     texts: Texts | None = setting(None, "any number of texts")
 
 
-class _Other(_Own):
-    name: FolderOrName = inherited(_Own, "name", default="y", choices=("y", "z"))
-
-
 def test_values_in_another_form_are_replaced() -> None:
     made = _Own(1, "a/b", Path("c"), [0, 0.5])  # type: ignore[call-arg, arg-type]
     assert (made.folder, made.name, made.pair) == (Path("a/b"), "c", (0, 0.5))
     assert [_Own(1, texts=given).texts for given in (None, [], ["a", "b"])] == [None, (), ("a", "b")]  # type: ignore[call-arg, arg-type]
-
-
-def test_an_inherited_setting_keeps_what_is_not_changed() -> None:
-    (item,) = (each for each, _ in declared(_Other) if each.name == "name")
-    assert (_Other(1).name, explained(item, (_Other,))) == ("y", "what it is called: y, z")  # type: ignore[call-arg]
 
 
 SECTIONS: dict[str, type[Settings]] = {"model": _Own, "train": TrainConfig}
@@ -296,16 +286,3 @@ def test_every_setting_that_is_a_users_is_a_flag_that_tells_default_and_range(na
                 assert f"--{item.name.replace('_', '-')}" in flag.opts
                 default = "chosen for corpus and budget" if item.name in chosen else default_text(item)
                 assert (flag.help, flag.show_default) == (explained(item, COMMANDS[name]), default)
-
-
-def test_no_word_of_a_help_text_decides_what_is_a_flag() -> None:
-    """A setting is hidden by `derived` alone."""
-    pytest.importorskip("typer", reason="the command line needs the extra `apps`")
-    import inspect
-
-    from fastformer.apps.cli.options import with_settings
-
-    def command(own: dict[str, Any]) -> None: ...
-
-    flags = list(inspect.signature(with_settings(own=_Own)(command)).parameters)
-    assert flags == ["size", "folder", "name", "pair", "texts"]

@@ -18,7 +18,6 @@ from tests.integrations.test_packed import reasons
 from tests.integrations.tiny_transformers import (
     BY_NAME,
     CAUSAL,
-    DROPOUT,
     GENERATING,
     LENGTH,
     MODELS,
@@ -49,37 +48,6 @@ def calls(monkeypatch) -> list[dict[str, Any]]:
     monkeypatch.setattr(functional, "attention", spy(functional.attention))
     monkeypatch.setattr(functional, "attention_with_weights", spy(functional.attention_with_weights))
     return received
-
-
-@pytest.mark.parametrize("name", BY_NAME)
-def test_the_op_gets_flags_and_no_mask_over_pairs(name, calls):
-    inputs = batch(name, "left" if name in CAUSAL else "right")
-    tiny(name).train()(**inputs)
-    assert {call["dropout_p"] for call in calls} == {DROPOUT}
-    calls.clear()
-    tiny(name)(**inputs)
-    real = inputs["attention_mask"].bool()
-    for call in calls:
-        queries, keys = call["q"].shape[2], call["k"].shape[2]
-        if name == "t5":
-            assert call["mask"].shape == (1, 4, queries, keys)  # the position bias alone
-        else:
-            assert call["mask"] is None
-        if keys == LENGTH:
-            assert torch.equal(call["key_mask"], real)
-        else:
-            assert call["key_mask"] is None
-        assert call["dropout_p"] == 0.0
-    decoder = [call["causal"] for call in calls]
-    if MODELS[name][0] is PAIRS:
-        assert decoder == [False, False, True, False, True, False]
-    else:
-        assert decoder == [name in CAUSAL] * 2
-    windows = {"mistral": [(3, 0)] * 2, "gemma2": [(3, 0), None]}
-    assert [call["window"] for call in calls] == windows.get(name, [None] * len(calls))
-    assert {call["softcap"] for call in calls} == {1.5 if name == "gemma2" else None}
-    if name in ("llama", "mistral", "gemma2"):
-        assert {(call["q"].shape[1], call["k"].shape[1]) for call in calls} == {(4, 2)}
 
 
 GENERATE: dict[str, dict[str, Any]] = {

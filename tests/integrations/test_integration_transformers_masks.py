@@ -101,42 +101,12 @@ def test_the_same_pairs_as_the_masks_of_transformers(pattern, place, padding):
     assert torch.equal(attended(rules), same)
 
 
-@pytest.mark.parametrize("place", PLACES)
-@pytest.mark.parametrize("pattern", PATTERNS)
-def test_flags_where_they_exist(pattern, place):
-    T, S, q_offset, kv_offset = PLACES[place]
-    rules = mask_rules(
-        B, T, S, q_offset=q_offset, kv_offset=kv_offset, mask_function=PATTERNS[pattern],
-        attention_mask=padding_mask("gaps", kv_offset + S),
-    )  # fmt: skip
-    beyond = place.startswith("queries")
-    static = place.startswith("static") or beyond
-    over_pairs = pattern in ("chunks", "causal or a prefix") or (pattern == "window both ways" and static)
-    over_pairs = over_pairs or (beyond and pattern != "both ways")
-    assert (rules.mask is not None) == (over_pairs and T > 1)
-    assert rules.key_mask is not None or rules.mask is not None
-
-
 def test_a_padding_mask_may_change_before_backward():
     real = padding_mask("left", 6)
     rules = mask_rules(B, 6, 6, attention_mask=real)
     before = attended(rules)
     real.fill_(True)
     assert torch.equal(attended(rules), before)
-
-
-def test_a_prompt_in_an_empty_static_cache_attends_to_its_own_keys_only():
-    rules = mask_rules(B, 4, 9, attention_mask=padding_mask("left", 4))
-    assert (rules.used, rules.causal, rules.mask) == (4, True, None)
-    assert rules.key_mask.shape == (B, 4)
-    assert mask_rules(B, 4, 4, attention_mask=padding_mask("none", 4)).key_mask is None  # no padding to hide
-
-
-def test_compiled_decoding_gets_rules_of_one_form():
-    for end in (5, 9):
-        rules = mask_rules(B, 1, 9, q_offset=end - 1, allow_is_causal_skip=False)
-        assert (rules.used, rules.causal, rules.window, rules.mask) == (9, False, None, None)
-        assert rules.key_mask.shape == (B, 9)
 
 
 def test_rules_made_in_advance_pass_a_second_time_and_move_between_devices():

@@ -2,7 +2,6 @@
 
 import ast
 import importlib.util
-import json
 import os
 import subprocess
 import sys
@@ -104,16 +103,6 @@ def test_imports_nothing_of_ours_by_name(variant):
             assert not [name for name in names if name.startswith("fastformer")], (file, node.lineno)
 
 
-def test_its_name_changes_with_the_sources(variant, tmp_path, monkeypatch):
-    first = json.loads((variant / "metadata.json").read_text())
-    assert first["id"].isidentifier()
-    assert (first["name"], first["version"]) == ("fastformer", 1)
-    again = json.loads((write(tmp_path / "again", version=2) / "metadata.json").read_text())
-    assert again == first | {"version": 2}
-    monkeypatch.setattr(kernel_hub, "relative_imports", lambda source, place: source + "\n")
-    assert json.loads((write(tmp_path / "other") / "metadata.json").read_text())["id"] != first["id"]
-
-
 @pytest.mark.parametrize(
     ("place", "source", "expected"),
     [
@@ -141,22 +130,3 @@ def test_what_cannot_be_written(variant, tmp_path, capsys):
     assert stopped.value.code == 2
     assert "File exists" in capsys.readouterr().err
     assert sorted(variant.rglob("*")) == before
-
-
-def test_a_full_disk_leaves_no_half_of_it(tmp_path, monkeypatch):
-    """It had its name, so that the next attempt was refused."""
-    written = Path.write_text
-    files = []
-
-    def full(path, *arguments, **more):
-        files.append(path)
-        if len(files) == 5:
-            raise OSError(28, "No space left on device")
-        return written(path, *arguments, **more)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(Path, "write_text", full)
-        with pytest.raises(OSError, match="No space left"):
-            write(tmp_path)
-    assert [path for path in tmp_path.rglob("*") if path.is_file()] == []
-    assert (write(tmp_path) / "metadata.json").is_file()

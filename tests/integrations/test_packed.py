@@ -10,16 +10,13 @@ import torch
 pytest.importorskip("transformers")
 
 import transformers
-from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch import nn
 from transformers import BertConfig, BertModel, DynamicCache, EncoderDecoderCache
 
-import fastformer
 from fastformer.integrations.transformers import padded, padding_free
 from fastformer.nn.inspection import TOKEN_WISE
 from tests.integrations import survey
 from tests.integrations.tiny_transformers import (
-    DROPOUT,
     GENERATING,
     LENGTH,
     MODELS,
@@ -32,7 +29,6 @@ from tests.integrations.tiny_transformers import (
     batch,
     both_ways,
     checkpoint,
-    fast,
     outcome,
     pairs,
     tiny,
@@ -124,37 +120,6 @@ def test_a_decoder_that_is_given_states(name, states_padded, packed_calls):
         results.append([out, given.grad.clone(), *(x.grad for x in model.parameters() if x.grad is not None)])
     assert_same(results[1], results[0])
     assert len(packed_calls) == 4
-
-
-class LargestTable(TorchDispatchMode):
-    """Keeps the largest product of the last two sizes of any tensor `[B, H, T, S]`."""
-
-    size = 0
-
-    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        result = function(*args, **(kwargs or {}))
-        if isinstance(result, Tensor) and result.dim() == 4:
-            self.size = max(self.size, result.shape[2] * result.shape[3])
-        return result
-
-
-@pytest.mark.parametrize(
-    ("name", "biases"), [("t5", [(4, 17), (4, 17), (4, 13), None, (4, 13), None]), ("mpnet", [(4, 17)] * 2)]
-)
-def test_biases_of_positions_are_by_distance(name, biases, monkeypatch):
-    """No table of all pairs of tokens is made, not even of zeros; attention weights have dropout in training."""
-    received, model, inputs = [], fast(name).train(), pairs(name, "right")
-
-    def spy(q, *args, distance_bias=None, **settings):
-        received.append(None if distance_bias is None else tuple(distance_bias.shape))
-        assert settings["dropout_p"] == DROPOUT
-        return torch.zeros_like(q)  # the op itself may make a table for each sequence
-
-    monkeypatch.setattr(fastformer.functional, "packed_attention", spy)
-    with LargestTable() as largest:
-        model(**inputs)
-    assert received == biases
-    assert 0 < largest.size < inputs["attention_mask"].sum() ** 2 / 2
 
 
 @pytest.mark.parametrize("given", [False, True])
@@ -453,22 +418,6 @@ def test_accelerate_moves_its_weights(name, packed_calls):
     accelerate.cpu_offload(model)
     assert_close(model(**inputs).loss, eager(**inputs).loss, ROUNDINGS)
     assert len(packed_calls) == attentions(name)
-
-
-@pytest.mark.parametrize("prepared", ["first", "last"])
-def test_accelerate_prepares_it_for_training(prepared, packed_calls):
-    accelerate = pytest.importorskip("accelerate")
-    results, inputs = [], batch("bert", "left")
-    for pack in (False, True):
-        model = without_dropout(tiny("bert", "eager").float())
-        if pack and prepared == "last":
-            padding_free(model)
-        model = accelerate.Accelerator(cpu=True).prepare(model)
-        if pack and prepared == "first":
-            assert padding_free(model).packed
-        results.append(outcome(model, inputs))
-    assert_same(results[1], results[0])
-    assert len(packed_calls) == 2
 
 
 @pytest.mark.slow

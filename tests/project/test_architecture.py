@@ -186,65 +186,9 @@ def test_only_modes_asks_who_is_looking():
     assert asking <= allowed, asking - allowed
 
 
-MAKERS = {
-    "arange",
-    "as_tensor",
-    "empty",
-    "eye",
-    "full",
-    "linspace",
-    "ones",
-    "tensor",
-    "zeros",
-    *("rand", "randn", "randint"),
-}
-ON_ANY_DEVICE = {
-    "fastformer/functional/choice.py": "stands for a module without parameters",
-    "fastformer/nn/position_bias.py": "is a module's own, as a parameter is",
-}
-OF_COMMANDS = ("fastformer/apps/train/", "fastformer/apps/export/")  # run by nobody who has set a default
-
-
-def test_every_tensor_is_made_on_a_device_that_is_named():
-    """Callers may have set another default device, of which tensors of the CPU must not know."""
-    found = []
-    for path in sorted(PACKAGE.rglob("*.py")):
-        name = path.relative_to(ROOT).as_posix()
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
-            made = isinstance(node, ast.Call) and ast.unparse(node.func) in {f"torch.{maker}" for maker in MAKERS}
-            if made and not any(keyword.arg in ("device", None) for keyword in node.keywords):
-                found.append(f"{name}:{node.lineno}")
-    assert [x for x in found if not x.startswith((*ON_ANY_DEVICE, *OF_COMMANDS))] == []
-    assert all(any(x.startswith(name) for x in found) for name in ON_ANY_DEVICE)
-
-
 def test_the_kernels_import_nothing_of_the_package():
     for path in KERNELS.rglob("*.py"):
         assert not imports(path, "fastformer_kernels", False), path
-
-
-def test_the_walk_sees_every_form_of_import(tmp_path):
-    path = tmp_path / "module.py"
-    path.write_text(
-        "import fastformer.cli\n"
-        "from fastformer import layers as x\n"
-        "from ..train.loop import y\n"
-        "from . import sibling\n"
-        "def f():\n"
-        "    from fastformer.models import z\n"
-        "if TYPE_CHECKING:\n"
-        "    from fastformer.plots import w\n"
-        "else:\n"
-        "    import fastformer.convert\n"
-    )
-    assert imports(path, "fastformer.text.module", False) == [
-        (1, "fastformer.cli"),
-        (2, "fastformer.layers"),
-        (3, "fastformer.train.loop"),
-        (4, "fastformer.text"),
-        (6, "fastformer.models"),
-        (10, "fastformer.convert"),
-    ]
 
 
 def loaded_by(statement: str) -> set[str]:
@@ -305,49 +249,3 @@ def test_the_folder_of_the_kernels_shadows_no_package_of_that_name(tmp_path):
     program = "import sys; sys.path.append(sys.argv[1]); import kernels; print(kernels.__file__)"
     run = subprocess.run([sys.executable, "-c", program, tmp_path], cwd=ROOT, capture_output=True, text=True)
     assert run.stdout.strip() == str(tmp_path / "kernels" / "__init__.py"), run.stderr
-
-
-def kernel_parameters(path: Path) -> dict[str, list[str]]:
-    """The parameters of each kernel of a file: the functions that `launch` starts, and those that they call."""
-    found = {}
-    for node in ast.parse(path.read_text(encoding="utf-8")).body:
-        if isinstance(node, ast.FunctionDef) and any("tl.constexpr" in ast.unparse(x) for x in node.args.args):
-            found[node.name] = [argument.arg for argument in node.args.args]
-    return found
-
-
-def unexplained(parameters: list[str], legend: str, launched: bool) -> list[str]:
-    """The parameters whose letters a legend does not have, and, of a kernel, the strides of no tensor of its own."""
-    letters = set(re.findall(r"\b([A-Za-z]) \w{2}", legend.split("Letters:", 1)[-1].split("\n\n")[0]))
-    wrong = []
-    for name in parameters:
-        stride = re.fullmatch(r"stride_(\w+)_([a-z])", name)
-        if stride:
-            known = stride[2].upper() in letters and (not launched or f"{stride[1]}_ptr" in parameters)
-        else:
-            letter = re.fullmatch(r"(?:\w+_)?([A-Z])|([a-z])_ptr", name)
-            known = not ("stride" in name and launched) if letter is None else (letter[1] or letter[2]) in letters
-        if not known:
-            wrong.append(name)
-    return wrong
-
-
-@pytest.mark.parametrize(
-    "path", sorted(KERNELS.glob("*/[a-z]*.py")), ids=lambda path: f"{path.parent.name}/{path.name}"
-)
-def test_every_letter_of_a_kernel_is_in_the_legend_of_its_room(path):
-    legend = ast.get_docstring(ast.parse((path.parent / "__init__.py").read_text(encoding="utf-8"))) or ""
-    text = path.read_text(encoding="utf-8")
-    for kernel, parameters in kernel_parameters(path).items():
-        launched = re.search(rf"launch\(\s*{kernel}\b", "".join(p.read_text() for p in path.parent.glob("*.py")))
-        assert not unexplained(parameters, legend, launched is not None), f"{path.name}: {kernel}"
-    assert not re.search(r"\bstride_[a-z]{2}\b", text), "a stride that does not say whose it is"
-
-
-def test_the_legend_is_asked_for_every_letter():
-    legend = "Letters: B batch, T queries; q queries."
-    assert unexplained(["q_ptr", "stride_q_b", "stride_q_t", "T", "BLOCK_T", "tiles"], legend, True) == []
-    assert unexplained(["stride_q_b", "stride"], legend, True) == ["stride_q_b", "stride"]  # of which tensor?
-    assert unexplained(["q_ptr", "stride_q_h", "stride_qb", "k_ptr", "S"], legend, True) == [
-        "stride_q_h", "stride_qb", "k_ptr", "S",
-    ]  # fmt: skip

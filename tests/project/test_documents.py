@@ -279,30 +279,6 @@ def test_every_version_of_python_that_we_name_runs_the_tests() -> None:
     assert re.search(r"^ +- run: \.ci/run$", workflow, re.M)
 
 
-def test_what_a_block_and_a_link_are() -> None:
-    markdown = (
-        "# A `b` C\n\n[x](y.md#a-b-c) `[no](link)`\n\n```bash\nfastformer info  # [no](link)\n```\n\n(here)=\n## D\n"
-    )
-    assert links(markdown) == ["y.md#a-b-c"]
-    assert blocks(markdown) == [Block("bash", "fastformer info  # [no](link)\n", 6)]
-    assert anchors(markdown) == {"a-b-c", "here", "d"}
-
-
-def test_commands_are_read_as_a_shell_reads_them(tmp_path: Path) -> None:
-    (tmp_path / "a-gpu.toml").touch()
-    script = (
-        "fastformer train \\\n  --run 'my run'  # --resume\n.venv/bin/pip install x && make test\npytest *-gpu.toml\n"
-    )
-    assert commands(script, tmp_path) == [
-        ["fastformer", "train", "--run", "my run"],
-        ["pip", "install", "x"],
-        ["make", "test"],
-        ["pytest", "a-gpu.toml"],
-    ]
-    with pytest.raises(AssertionError, match="nosuchcommand"):
-        commands("nosuchcommand", tmp_path)
-
-
 def test_the_readme_is_short() -> None:
     """150 lines with the table of one machine, which `benchmarks.report` writes; tables of others may come."""
     before, _, rest = (ROOT / "README.md").read_text(encoding="utf-8").partition(BEGIN)

@@ -2,7 +2,6 @@
 
 import importlib.util
 import json
-import sys
 from pathlib import Path
 from types import ModuleType
 
@@ -67,43 +66,3 @@ def test_the_notebook_is_what_the_script_generates_and_its_cells_run(capsys):
     assert names["written"] == names["french"].encode(names["held_out"].target[0])  # it has learned to translate
     for shown in ("after the padding mask", "after the look-ahead mask", "-inf", "log V", "<eos>"):
         assert shown in printed
-
-
-def test_a_notebook_is_valid_and_holds_every_line():
-    notebook = example("notebook")
-    script = '"""Title.\n\nText.\n"""\n\n# %%\nx = 1\n\n\n# %% [markdown]\n# # Heading\n#\n# Words.\n\n# %%\nprint(x)\n'
-    content = notebook.notebook_of(script)
-    assert [(cell["cell_type"], "".join(cell["source"])) for cell in content["cells"]] == [
-        ("markdown", "# Title\n\nText."),
-        ("code", "x = 1"),
-        ("markdown", "# Heading\n\nWords."),
-        ("code", "print(x)"),
-    ]
-    assert (content["nbformat"], content["nbformat_minor"]) == (4, 5)
-    assert len({cell["id"] for cell in content["cells"]}) == 4
-    assert all(cell["outputs"] == [] for cell in content["cells"] if cell["cell_type"] == "code")
-    for wrong, message in (
-        ("# %% [markdown]\nx = 1\n", "a line of a Markdown cell must begin with #: 'x = 1'"),
-        ("# %% [raw]\nx\n", "a cell must be"),
-    ):
-        with pytest.raises(ValueError, match=message):
-            notebook.cells_of(wrong)
-
-
-def test_the_notebook_script_writes_beside_the_script(tmp_path, monkeypatch, capsys):
-    (tmp_path / "own.py").write_text('"""Own."""\n\n# %%\nx = 1\n')
-    monkeypatch.setattr(sys, "argv", ["notebook.py", str(tmp_path / "own.py")])
-    spec = importlib.util.spec_from_file_location("__main__", EXAMPLES / "notebook.py")
-    spec.loader.exec_module(importlib.util.module_from_spec(spec))
-    assert json.loads((tmp_path / "own.ipynb").read_text())["cells"][1]["source"] == ["x = 1"]
-    assert "own.ipynb" in capsys.readouterr().out
-
-
-def test_the_notebook_script_takes_no_notebook_for_a_script(tmp_path, monkeypatch):
-    """What it wrote, of no cells, replaced it."""
-    (tmp_path / "own.ipynb").write_text('{"cells": []}')
-    monkeypatch.setattr(sys, "argv", ["notebook.py", str(tmp_path / "own.ipynb")])
-    spec = importlib.util.spec_from_file_location("__main__", EXAMPLES / "notebook.py")
-    with pytest.raises(SystemExit, match="is no script"):
-        spec.loader.exec_module(importlib.util.module_from_spec(spec))
-    assert (tmp_path / "own.ipynb").read_text() == '{"cells": []}'

@@ -3,7 +3,6 @@
 import html
 import importlib
 import inspect
-import json
 import pkgutil
 import pydoc
 import re
@@ -109,12 +108,3 @@ def test_nothing_is_fetched_from_elsewhere(site: Path) -> None:
             assert (page.parent / address.partition("?")[0].partition("#")[0]).exists(), f"{page.name}: {address}"
     for sheet in site.rglob("*.css"):
         assert not re.search(r"@import|url\(['\"]?(?:https?:)?//", sheet.read_text(encoding="utf-8")), sheet
-
-
-def test_search_has_its_index_beside_it(site: Path) -> None:
-    """A script, so that it is read from a folder too, where a browser fetches nothing else."""
-    assert 'src="searchindex.js"' in (site / "search.html").read_text(encoding="utf-8")
-    index = (site / "searchindex.js").read_text(encoding="utf-8")
-    found = json.loads(re.fullmatch(r"Search\.setIndex\((.*)\)", index)[1])
-    assert {"index", "padding-free", "api/functional", "glossary"} <= set(found["docnames"])
-    assert "pad" in found["terms"]

@@ -183,8 +183,3 @@ def sentences(lengths: tuple[tuple[int, int], ...] = ((7, 4), (3, 6)), seed: int
         source[i, s - 1], target[i, 0] = EOS, BOS
         target[i, 1:t] = torch.randint(4, 17, (t - 1,), generator=generator)
     return source, target
-
-
-def look_ahead(length: int) -> Tensor:
-    """`[T, T]`, True where a position may look."""
-    return torch.ones(length, length, dtype=torch.bool).tril()

@@ -41,8 +41,8 @@ PREFERENCES: tuple[Preference, ...] = (
         "memory binds both; the kernels split the keys and read each once for all heads that share it",
     ),
     Preference(("sm_90",), SIXTEEN_BITS, ("inference",), 64, None, 0.83, "predicted", "2026-11-26", _COUNTS),
-    Preference(("sm_90",), SIXTEEN_BITS, ("inference",), 256, None, 0.73, "predicted", "2026-11-26", _COUNTS),
-    Preference(("sm_90",), SIXTEEN_BITS, ("training",), 256, None, 0.67, "predicted", "2026-11-26", _COUNTS),
+    Preference(("sm_90",), SIXTEEN_BITS, ("inference",), 256, None, 0.84, "predicted", "2026-11-26", _COUNTS),
+    Preference(("sm_90",), SIXTEEN_BITS, ("training",), 256, None, 0.68, "predicted", "2026-11-26", _COUNTS),
     Preference(
         *(("sm_90",), _FP32, _BOTH, 256, None, 0.2, "predicted", "2026-11-26"),
         "docs/kernels/predictions.md: SDPA multiplies on tensor cores, in three products of tf32",

@@ -183,7 +183,7 @@ def test_modules_leave_whole_batches_to_sdpa(run):
 
 def test_explain_says_what_sdpa_takes_and_why(monkeypatch):
     for target, reason in (
-        ("sm_90", "0.67 of SDPA's speed in training on sm_90, predicted 2026-11-26"),
+        ("sm_90", "0.68 of SDPA's speed in training on sm_90, predicted 2026-11-26"),
         ("sm_120", "not known"),
     ):
         monkeypatch.setattr(choice, "_target", lambda device, target=target: target)

@@ -33,7 +33,7 @@ FLOORS = (
     {"apps.text"},
     {"apps.models", "apps.train"},
     {"apps.runs"},
-    {"apps.export", "apps.pretrained"},
+    {"apps.export", "apps.pretrained", "apps.serve"},
     APPLICATIONS := {f"apps.{path.parent.name}" for path in (PACKAGE / "apps").glob("*/model.py")},
     {"apps.cli"},
     {"__main__"},

@@ -152,6 +152,8 @@ def run_command(command: list[str], folder: Path) -> None:
     match program, arguments:
         case "fastformer", ["demo"]:
             assert has_test("fastformer demo")
+        case "fastformer", ["serve", *options]:  # until it is interrupted
+            check_options(options, help_of("fastformer", "serve"))
         case "fastformer", ["train", *_]:
             train(arguments, folder)
         case "fastformer", _:

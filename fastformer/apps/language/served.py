@@ -1,0 +1,47 @@
+"""`POST /api/generate` of `fastformer serve`."""
+
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from fastformer.apps.language.run import load_generator
+from fastformer.apps.language.sampling import SamplingOptions
+from fastformer.apps.language.text_generator import attend_text
+from fastformer.apps.plots.attention_maps import AttentionMaps
+from fastformer.apps.serve.served_model import ServedModel
+from fastformer.nn import pack_weights
+from fastformer.settings import check_value
+
+
+class Served(ServedModel):
+    """A language model: the continuation of a prompt, whole or as a stream."""
+
+    action, settings = "generate", SamplingOptions
+
+    def __init__(self, run: Path, checkpoint: str, device: str) -> None:
+        self.generator = load_generator(run, checkpoint, device)
+        pack_weights(self.generator.model)
+
+    def limited(self, options: SamplingOptions, most_tokens: int) -> SamplingOptions:
+        """Limit the number of tokens."""
+        if options.max_new_tokens == SamplingOptions.max_new_tokens:  # the default
+            return replace(options, max_new_tokens=min(options.max_new_tokens, most_tokens))
+        check_value("max_new_tokens", options.max_new_tokens, int, at_most=most_tokens)
+        return options
+
+    def compute(self, texts: list[str], options: SamplingOptions) -> list[Any]:
+        """Continue prompts; with a seed, the text of a prompt does not depend on other requests."""
+        if options.seed is None:
+            return [{"text": text} for text in self.generator.generate(texts, options, len(texts))]
+        prompts = list(dict.fromkeys(texts))  # of equal prompts, `generate` writes different texts
+        continued = dict(zip(prompts, self.generator.generate(prompts, options, len(prompts)), strict=True))
+        return [{"text": continued[text]} for text in texts]
+
+    def stream(self, text: str, options: SamplingOptions) -> Iterator[str]:
+        """Yield the pieces of a continuation."""
+        return self.generator.stream(text, options)
+
+    def attention(self, text: str) -> AttentionMaps:
+        """Return the weights with which the token after each token is predicted."""
+        return attend_text(self.generator, text)

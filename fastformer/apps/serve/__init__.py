@@ -1,0 +1,1 @@
+"""A local page and a JSON API to try a trained model: `fastformer serve`."""

@@ -1,0 +1,43 @@
+"""`POST /api/translate` of `fastformer serve`."""
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from fastformer.apps.plots.attention_maps import AttentionMaps
+from fastformer.apps.serve.served_model import ServedModel
+from fastformer.apps.translation.run import load_translator
+from fastformer.apps.translation.search import SearchOptions
+from fastformer.apps.translation.translator import attend
+from fastformer.nn import pack_weights
+from fastformer.settings import check_value
+
+_MOST_BEAMS = 16
+
+
+class Served(ServedModel):
+    """A translation model: the n best translations with their scores."""
+
+    action, settings, not_offered = "translate", SearchOptions, frozenset({"cuda_graphs"})
+
+    def __init__(self, run: Path, checkpoint: str, device: str) -> None:
+        self.translator = load_translator(run, checkpoint, device)
+        pack_weights(self.translator.model)
+
+    def limited(self, options: SearchOptions, most_tokens: int) -> SearchOptions:
+        """Limit the beam and the length."""
+        check_value("beam", options.beam, int, at_most=_MOST_BEAMS)
+        check_value("max_length", options.max_length, int | None, at_most=most_tokens)
+        return replace(options, max_length=options.max_length or most_tokens)
+
+    def compute(self, texts: list[str], options: SearchOptions) -> list[Any]:
+        """Translate texts."""
+        candidates = self.translator.candidates(texts, options, len(texts))
+        return [
+            {"translations": [{"text": best.text, "score": round(best.score, 4)} for best in each]}
+            for each in candidates
+        ]
+
+    def attention(self, text: str) -> AttentionMaps:
+        """Return the weights with which each target token was predicted, over the source."""
+        return attend(self.translator, text).maps["cross"]

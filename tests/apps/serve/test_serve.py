@@ -1,0 +1,222 @@
+"""`fastformer serve`: answers belong to their requests, limits hold, errors are JSON, and the server ends cleanly."""
+
+import asyncio
+import contextlib
+import json
+import signal
+import subprocess
+import sys
+import threading
+import time
+import urllib.error
+import urllib.request
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+
+pytest.importorskip("typer", reason="the command line needs the extra `apps`")
+uvicorn = pytest.importorskip("uvicorn", reason="serving needs the extra `serve`")
+
+from fastformer.apps.cli.serve import listen
+from fastformer.apps.serve.api import Api, Limits
+from fastformer.apps.serve.served_model import served_model
+from fastformer.apps.serve.worker import ModelWorker, QueueFullError
+from fastformer.apps.translation.search import SearchOptions
+from tests.apps.cli.test_streaming import LINES, runs  # noqa: F401
+from tests.support.command_line import fastformer
+
+FOLDERS = {"translation": "translation", "language": "language", "classification": "classifier"}
+
+
+@contextlib.contextmanager
+def served(folder, kind, **limits):
+    """The address of a server in this process."""
+    model = served_model(folder / FOLDERS[kind], "best", "cpu")
+    with listen("127.0.0.1", 0) as listener:
+        application = Api(model, kind, Limits(**limits)).application("127.0.0.1")
+        server = uvicorn.Server(uvicorn.Config(application, log_config=None, timeout_graceful_shutdown=2))
+        thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]})
+        thread.start()
+        try:
+            yield f"http://127.0.0.1:{listener.getsockname()[1]}"
+        finally:
+            server.should_exit = True
+            thread.join()
+
+
+def request(address, path, body=None, **headers):
+    """The status and the body of an answer."""
+    data = body if isinstance(body, bytes) else None if body is None else json.dumps(body).encode()
+    headers = {"Content-Type": "application/json", **headers}
+    try:
+        with urllib.request.urlopen(urllib.request.Request(address + path, data, headers), timeout=60) as answer:
+            return answer.status, answer.read().decode()
+    except urllib.error.HTTPError as error:
+        return error.code, error.read().decode()
+
+
+def post(address, path, **body):
+    status, text = request(address, path, body)
+    assert status == 200, text
+    return json.loads(text)
+
+
+def test_100_clients_get_the_answers_to_their_own_texts(runs):  # noqa: F811
+    with served(runs, "translation", batch_size=7) as address, ThreadPoolExecutor(100) as clients:
+        texts = [(LINES[i % len(LINES)], 1 + i % 3) for i in range(100)]
+        answers = clients.map(lambda each: post(address, "/api/translate", text=each[0], beam=each[1]), texts)
+        results = [[each["text"] for each in answer["translations"]] for answer in answers]
+    translator = served_model(runs / "translation", "best", "cpu")
+    for (text, beam), result in zip(texts, results, strict=True):
+        options = SearchOptions(beam=beam, max_length=512)
+        assert result == [each["text"] for each in translator.compute([text], options)[0]["translations"]]
+
+
+def test_a_stream_is_the_text_that_the_seed_gives_alone(runs):  # noqa: F811
+    with served(runs, "language") as address:
+        settings = {"text": LINES[3], "seed": 5, "max_new_tokens": 12}
+        lines = request(address, "/api/generate", {**settings, "stream": True})[1].splitlines()
+        *pieces, end = map(json.loads, lines)
+        assert end == {"done": True}
+        assert "".join(each["piece"] for each in pieces) == post(address, "/api/generate", **settings)["text"]
+
+
+def test_labels_are_sorted_and_attention_rows_sum_to_one(runs):  # noqa: F811
+    with served(runs, "classification") as address:
+        labels = post(address, "/api/classify", text=LINES[1])["labels"]
+        assert {each["label"] for each in labels} == {"x", "y", "z"}
+        probabilities = [each["probability"] for each in labels]
+        assert probabilities == sorted(probabilities, reverse=True)
+        assert sum(probabilities) == pytest.approx(1, abs=3e-4)
+        attention = post(address, "/api/attention", text=LINES[1], layer=1, head=2)
+        assert (attention["layers"], attention["heads"]) == (1, 2)
+        for row in attention["weights"]:  # each of 4 digits
+            assert sum(row) == pytest.approx(1, abs=5e-5 * len(row))
+
+
+@pytest.mark.parametrize(
+    ("body", "status", "message"),
+    [
+        ({"text": 5}, 400, "text must be a text, not 5"),
+        ({}, 400, "text must be given"),
+        ({"text": "w1", "beem": 2}, 400, "did you mean 'beam'"),
+        ({"text": "w1", "beam": 99}, 400, "beam must be at most 16, not 99"),
+        ({"text": "w1", "max_length": 21}, 400, "max_length must be at most 20"),
+        ({"text": "w1", "beam": 1, "n_best": 1}, 400, "n_best has an effect only with a beam above 1"),
+        ({"text": "w1", "cuda_graphs": True}, 400, "cuda_graphs cannot be set by a request"),
+        ({"text": "w1", "stream": True}, 400, "stream is for language models"),
+        ({"text": "w" * 101}, 413, "101 characters; at most 100"),
+        (b'{"text": "\\ud800"}', 400, "text"),
+        (b"{", 400, "not JSON"),
+        (b"[]", 400, "must be a JSON object"),
+        (b" " * 20_000, 413, "larger than 11,200 bytes"),
+    ],
+)
+def test_bad_requests_get_one_line_of_json(translation, body, status, message):
+    got, text = request(translation, "/api/translate", body)
+    error = json.loads(text)["error"]
+    assert (got, "\n" in error) == (status, False)
+    assert message in error
+
+
+@pytest.fixture(scope="module")
+def translation(runs):  # noqa: F811
+    with served(runs, "translation", characters=100, tokens=20) as address:
+        yield address
+
+
+def test_other_paths_hosts_and_content_types_are_refused(translation):
+    assert request(translation, "/api/generate", {})[1] == (
+        '{"error":"there is no /api/generate; this model has POST /api/translate"}'
+    )
+    assert request(translation, "/api/translate", b"{}", **{"Content-Type": "text/plain"})[0] == 415
+    assert request(translation, "/api/model", Host="example.com")[0] == 400
+    assert request(translation, "/")[1].startswith("<!doctype html>")
+
+
+def test_equal_options_are_batched_in_order_and_only_the_bad_text_fails():
+    batches = []
+
+    def compute(texts, options):
+        batches.append((texts, options))
+        if "bad" in texts:
+            raise ValueError("a bad text")
+        return [f"{options}{text}" for text in texts]
+
+    async def work():
+        worker = ModelWorker(compute, batch_size=3, queue_size=8)
+        texts = [("a", 1), ("b", 2), ("bad", 1), ("c", 1), ("d", 1)]
+        requests = [asyncio.create_task(worker.submit(*each)) for each in texts]
+        await asyncio.sleep(0)  # all wait
+        task = asyncio.create_task(worker.run())
+        results = await asyncio.gather(*requests, return_exceptions=True)
+        task.cancel()
+        worker.close()
+        return results
+
+    results = asyncio.run(work())
+    assert [str(each) for each in results] == ["1a", "2b", "a bad text", "1c", "1d"]
+    assert [texts for texts, _ in batches] == [["a", "bad", "c"], ["a"], ["bad"], ["c"], ["b"], ["d"]]
+
+
+def test_a_full_queue_refuses_and_a_client_that_left_frees_its_place():
+    async def work():
+        worker = ModelWorker(lambda texts, options: texts, batch_size=1, queue_size=2)
+        waiting = [asyncio.create_task(worker.submit(text, None)) for text in "ab"]
+        await asyncio.sleep(0)
+        with pytest.raises(QueueFullError, match="2 requests wait already"):
+            await worker.submit("c", None)
+        waiting[0].cancel()
+        await asyncio.wait([waiting[0]])
+        last = asyncio.create_task(worker.submit("d", None))
+        task = asyncio.create_task(worker.run())
+        results = await asyncio.gather(waiting[1], last)
+        task.cancel()
+        worker.close()
+        return results
+
+    assert asyncio.run(work()) == ["b", "d"]
+
+
+def test_a_late_request_fails(runs):  # noqa: F811
+    model = served_model(runs / "language", "best", "cpu")
+    model.compute = lambda texts, options: time.sleep(1)
+
+    async def work():
+        api = Api(model, "slow", Limits(seconds=0.2))
+        task = asyncio.create_task(api.worker.run())
+        late = await api._answered(_Json({"text": "late"}), lambda body: api.worker.submit(body["text"], None))
+        task.cancel()
+        api.worker.close()
+        return late
+
+    answer = asyncio.run(work())
+    assert (answer.status_code, json.loads(answer.body)) == (504, {"error": "no result after 0.2 s"})
+
+
+class _Json:
+    """A request with a JSON body."""
+
+    headers = {"content-type": "application/json"}  # noqa: RUF012
+
+    def __init__(self, body):
+        self._body = json.dumps(body).encode()
+
+    async def stream(self):
+        yield self._body
+
+
+def test_ctrl_c_ends_the_command_and_a_used_port_is_one_line(runs):  # noqa: F811
+    command = [sys.executable, "-m", "fastformer", "serve", "--run", "translation", "--port", "0"]
+    process = subprocess.Popen(command, cwd=runs, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    line = process.stdout.readline()
+    address = line.split()[3]
+    assert line == f"Serving translation at {address} (Ctrl-C ends)\n"
+    assert json.loads(request(address, "/api/model")[1])["action"] == "translate"
+    second = fastformer("serve", "--run", "translation", "--port", address.rpartition(":")[2], cwd=runs)
+    assert second.returncode == 2
+    assert "cannot listen at 127.0.0.1" in second.stderr
+    assert second.stderr.count("\n") == 1
+    process.send_signal(signal.SIGINT)
+    assert process.communicate(timeout=60) == ("", "")
+    assert process.returncode == 0

@@ -13,6 +13,8 @@ from fastformer.settings import check_value
 
 logger = logging.getLogger("fastformer")
 
+_INCOMPLETE = "\ufffd"  # what a tokenizer decodes the first bytes of an incomplete character to
+
 
 class TextGenerator:
     """A language model with its tokenizer.
@@ -91,6 +93,30 @@ class TextGenerator:
                     yielded += 1
             for row in range(yielded, len(encoded)):
                 yield self._text(encoded[row], generated[row][:-1] if ended[row] else generated[row])
+
+    def stream(self, prompt: str, options: SamplingOptions | None = None) -> Iterator[str]:
+        """Yield the text that `generate` returns for one prompt in pieces, which later tokens do not change.
+
+        Raises:
+            FloatingPointError: the model gives NaN.
+        """
+        self.model.eval()
+        options, eos = options or SamplingOptions(), self.tokenizer.eos_id
+        [prompt_ids] = self.encode([prompt])
+        generated: list[int] = []
+        text, length = "", 0
+        streams = RandomStreams(options.seed).take([prompt_ids])
+        for [(_, token)] in sample(self.model, [prompt_ids], options, self.context, streams, self.tokenizer.unk_id):
+            if token == eos and options.stop_at_eos:
+                break
+            generated.append(token)
+            text = self._text(prompt_ids, generated)
+            end = len(text.rstrip(_INCOMPLETE))
+            if end > length:
+                yield text[length:end]
+                length = end
+        if length < len(text):
+            yield text[length:]
 
     def encode(self, prompts: Sequence[str]) -> list[list[int]]:
         """Encode prompts as ids that begin with first_id; warn of unknown words and of too long prompts."""

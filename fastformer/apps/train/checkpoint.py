@@ -1,12 +1,12 @@
-"""Write and read one checkpoint: a folder of safetensors and JSON files, complete once it has been renamed.
+"""Write and read one checkpoint: a folder of safetensors and JSON files. Nothing is unpickled.
 
     model.safetensors      weights: all that inference needs
     optimizer.safetensors  the optimizer's tensors, such as "3.exp_avg" of parameter 3
     state.json             schedule, random generators, position in the data: see `run_state.py`
     meta.json              step, architecture, metrics, and size and SHA-256 of the other files; written last
 
-An average of checkpoints has neither optimizer nor state. Nothing is unpickled. Names, shapes, dtypes and sizes are
-compared with the model before a tensor is copied. `checkpoint_folder.py` decides which checkpoints a run keeps.
+An average of checkpoints has neither optimizer nor state. Names, shapes, dtypes and sizes are compared with the model
+before a tensor is copied. `checkpoint_folder.py` decides which checkpoints a run keeps.
 """
 
 import dataclasses
@@ -24,12 +24,9 @@ from fastformer.apps.settings import befores, to_plain
 from fastformer.apps.system.files import inside, synchronise, write_file
 from fastformer.apps.train.weights import (
     CheckpointError,
-    average_weights,
-    check_architecture,
-    check_finite,
     check_size,
     check_tensors_fit,
-    put_weights,
+    load_weights,
     read_weights,
     stored_shapes,
     write_weights,
@@ -40,45 +37,6 @@ WEIGHTS, OPTIMIZER, STATE, META = "model.safetensors", "optimizer.safetensors", 
 # The tensors in an optimizer's state for one parameter.
 _ADAM_TENSORS = ("step", "exp_avg", "exp_avg_sq")
 OPTIMIZER_TENSORS = {"adamw": _ADAM_TENSORS, "adam": _ADAM_TENSORS, "sgd": ("momentum_buffer",)}
-
-
-def write_checkpoint(
-    folder: Path,
-    step: int,
-    weights: Mapping[str, Tensor],
-    state: Mapping[str, Any] | None,
-    config: Any = None,
-    metrics: Mapping[str, float] | None = None,
-) -> None:
-    """Write the files of a checkpoint into an existing folder, meta.json last, and flush them to the disk.
-
-    Args:
-        folder: hidden folder, which the caller renames afterwards.
-        step: number of optimizer steps so far.
-        weights: state dict of the model.
-        state: plain values that resuming needs, and under "optimizer" {parameter: {name: tensor}}. None: the
-            checkpoint is an average.
-        config: the architecture, a dataclass or mapping.
-        metrics: values of the validation.
-    """
-    write_weights(folder / WEIGHTS, weights)
-    if state is not None:
-        optimizer = state.get("optimizer", {}).items()
-        tensors = {f"{i}.{key}": x for i, entries in optimizer for key, x in entries.items() if isinstance(x, Tensor)}
-        write_weights(folder / OPTIMIZER, tensors)
-        plain = {name: value for name, value in state.items() if name != "optimizer"}
-        (folder / STATE).write_text(json.dumps(plain), "utf-8")
-    files = sorted(folder.iterdir())
-    meta = {
-        "step": step,
-        "config": to_plain(config or {}),
-        "metrics": dict(metrics or {}),
-        "files": {path.name: file_facts(path) for path in files},
-    }
-    for path in files:
-        synchronise(path)
-    write_file(folder / META, (json.dumps(meta, indent=1) + "\n").encode("utf-8"))
-    synchronise(folder)
 
 
 @dataclass(frozen=True)
@@ -115,22 +73,28 @@ class Checkpoint:
             )
         return checkpoint
 
-    def check(self) -> "Checkpoint":
-        """Compare all files with their saved size and SHA-256; raises CheckpointError naming the first that differs."""
-        for name in self.files:
-            self._check(name)
+    def check(self, *names: str) -> "Checkpoint":
+        """Compare files (all by default) with their saved size and SHA-256; raises CheckpointError naming the first."""
+        for name in names or self.files:
+            path, saved = self.path / name, self.files.get(name)
+            if saved is None or not path.is_file():
+                raise CheckpointError(f"{path}: is missing")
+            if (size := path.stat().st_size) != saved["bytes"]:
+                raise CheckpointError(f"{path}: is damaged: it has {size:,} bytes instead of {saved['bytes']:,}")
+            if file_facts(path) != saved:
+                raise CheckpointError(f"{path}: is damaged: its content is not what was saved (SHA-256 differs)")
         return self
 
     def weights(self) -> dict[str, Tensor]:
         """Return the tensors, on the CPU, after size and SHA-256 of their file were checked."""
-        self._check(WEIGHTS)
+        self.check(WEIGHTS)
         return read_weights(self.path / WEIGHTS)
 
     def state(self) -> dict[str, Any]:
         """Return the plain values that resuming needs; raises CheckpointError if there are none, as in an average."""
         if STATE not in self.files:
             raise CheckpointError(f"{self.path}: holds weights only, training cannot continue from it")
-        self._check(STATE)
+        self.check(STATE)
         try:
             return dict(json.loads((self.path / STATE).read_bytes()))
         except (ValueError, TypeError, RecursionError) as error:
@@ -146,14 +110,13 @@ class Checkpoint:
         Raises:
             CheckpointError: naming the first tensor that the optimizer does not have, or has in another shape.
         """
-        self._check(OPTIMIZER)
+        self.check(OPTIMIZER)
         tensors = read_weights(self.path / OPTIMIZER)
         expected: dict[str, Tensor] = {}
         for index in {name.partition(".")[0] for name in tensors} & set(map(str, range(len(parameters)))):
             for key in OPTIMIZER_TENSORS[optimizer]:
-                like = torch.empty((), dtype=torch.float32) if key == "step" else parameters[int(index)]
-                expected[f"{index}.{key}"] = like
-        check_tensors_fit({name: (x.shape, x.dtype) for name, x in tensors.items()}, expected, self.path)
+                expected[f"{index}.{key}"] = torch.empty(()) if key == "step" else parameters[int(index)]
+        check_tensors_fit(tensors, expected, self.path)
         nested: dict[int, dict[str, Tensor]] = {}
         for name, x in tensors.items():
             index, _, key = name.partition(".")
@@ -161,18 +124,14 @@ class Checkpoint:
         return nested
 
     def load_into(self, model: nn.Module, config: Any = None) -> None:
-        """Copy the weights into `model`.
+        """Copy the weights into `model`, which must have tensors of the saved names and shapes.
 
-        Args:
-            model: must have tensors of the saved names and shapes.
-            config: the model's configuration, a dataclass or mapping, which is compared first; None: no comparison.
-
-        Raises:
-            CheckpointError: naming what differs, is missing, is damaged or is not finite.
+        config: the model's configuration, a dataclass or mapping, which is compared first; None: no comparison. Raises
+        CheckpointError naming what differs, is missing, is damaged or is not finite.
         """
         self.check_architecture(config)
-        put_weights(model, self.weights(), self.path)
-        check_finite(model, self.path)
+        self.check(WEIGHTS)
+        load_weights(model, self.path / WEIGHTS)
 
     def check_architecture(self, config: Any) -> None:
         """Raise CheckpointError naming the first setting that differs between a model and the checkpoint.
@@ -180,8 +139,15 @@ class Checkpoint:
         config: the model's, a dataclass or mapping; None: nothing is compared. A setting that the checkpoint lacks is
         newer than the checkpoint, and compared by its earlier value. A checkpoint without settings fits every model.
         """
-        if config is not None and self.config:
-            check_architecture({**defaults(config), **self.config}, to_plain(config or {}), self.path)
+        if config is None or not self.config:
+            return
+        expected, saved = to_plain(config), {**_earlier_values(config), **self.config}
+        for name in {**expected, **saved}:
+            if name not in saved or name not in expected or saved[name] != expected[name]:
+                stored, needed = (repr(each[name]) if name in each else "nothing" for each in (saved, expected))
+                raise CheckpointError(
+                    f"{self.path}: is of another architecture: it has {name}={stored}, this model {needed}"
+                )
 
     def parameters(self) -> int:
         """Return the number of elements of all weights, tied ones counted once; only the file's header is read."""
@@ -193,23 +159,51 @@ class Checkpoint:
             raise CheckpointError(f"{self.path / WEIGHTS}: is missing")
         check_size(numbers, (self.path / WEIGHTS).stat().st_size, self.path)
 
-    def _check(self, name: str) -> None:
-        """Raise CheckpointError if a file is missing or differs from its saved size and SHA-256."""
-        path, recorded = self.path / name, self.files.get(name)
-        if recorded is None or not path.is_file():
-            raise CheckpointError(f"{path}: is missing")
-        size = path.stat().st_size
-        if size != recorded["bytes"]:
-            raise CheckpointError(f"{path}: is damaged: it has {size:,} bytes instead of {recorded['bytes']:,}")
-        if file_facts(path) != recorded:
-            raise CheckpointError(f"{path}: is damaged: its content is not what was saved (SHA-256 differs)")
+
+def write_checkpoint(
+    folder: Path,
+    step: int,
+    weights: Mapping[str, Tensor],
+    state: Mapping[str, Any] | None,
+    config: Any,
+    metrics: Mapping[str, float] | None,
+) -> None:
+    """Write the files of a checkpoint into an existing folder, meta.json last, and flush them to the disk."""
+    write_weights(folder / WEIGHTS, weights)
+    if state is not None:
+        optimizer = state.get("optimizer", {}).items()
+        tensors = {f"{i}.{key}": x for i, entries in optimizer for key, x in entries.items() if isinstance(x, Tensor)}
+        write_weights(folder / OPTIMIZER, tensors)
+        plain = {name: value for name, value in state.items() if name != "optimizer"}
+        (folder / STATE).write_text(json.dumps(plain), "utf-8")
+    files = sorted(folder.iterdir())
+    meta = {
+        "step": step,
+        "config": to_plain(config or {}),
+        "metrics": dict(metrics or {}),
+        "files": {path.name: file_facts(path) for path in files},
+    }
+    for path in files:
+        synchronise(path)
+    write_file(folder / META, (json.dumps(meta, indent=1) + "\n").encode("utf-8"))
+    synchronise(folder)
 
 
 def average_checkpoints(paths: Sequence[Path | str]) -> dict[str, Tensor]:
-    """Return the mean of the weights of several checkpoint folders of one architecture, each checked before."""
+    """Return the mean of the weights of several checkpoint folders, summed in fp64; integers are those of the last.
+
+    Raises CheckpointError for weights that are damaged or of different models.
+    """
     if not paths:
         raise ValueError("paths is empty; averaging needs at least one checkpoint")
-    return average_weights((path, Checkpoint.open(path).weights()) for path in paths)
+    first, total = Checkpoint.open(paths[0]).weights(), dict[str, Tensor]()
+    for path in paths:
+        last = Checkpoint.open(path).weights()
+        check_tensors_fit(last, first, path)
+        for name, x in last.items():
+            if x.is_floating_point() or x.is_complex():
+                total[name] = total.get(name, 0) + x.to(torch.promote_types(x.dtype, torch.float64))
+    return {name: (total[name] / len(paths)).to(x.dtype) if name in total else x for name, x in last.items()}
 
 
 def file_facts(path: Path) -> dict[str, Any]:
@@ -218,9 +212,9 @@ def file_facts(path: Path) -> dict[str, Any]:
         return {"bytes": path.stat().st_size, "sha256": hashlib.file_digest(file, "sha256").hexdigest()}
 
 
-def defaults(config: Any) -> dict[str, Any]:
+def _earlier_values(config: Any) -> dict[str, Any]:
     """Return the plain values that a dataclass's fields have in files that leave them out; {} for a mapping."""
-    if config is None or isinstance(config, Mapping):
+    if isinstance(config, Mapping):
         return {}
     values = {each.name: each.default for each in dataclasses.fields(config)}
     values = {name: default for name, default in values.items() if default is not dataclasses.MISSING}

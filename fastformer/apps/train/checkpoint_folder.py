@@ -6,10 +6,9 @@
     checkpoints/average/      the mean of the weights of the last ones
 
 A folder is written under a hidden name, flushed to the disk and renamed, so a folder named step-N is complete; then the
-index is replaced, and checkpoints that are no longer kept are removed. The index says which is best and the order of
-writing; a folder that a crash left out of it is found by its name. The next save cleans up after an interrupted one:
-.new-NAME was being written and .old-NAME removed, so both are deleted; .swap-NAME was being replaced, and is renamed
-back if NAME is missing. Only one process writes.
+index is replaced, and checkpoints that are no longer kept are removed. A folder that a crash left out of the index is
+found by its name. The next save cleans up after an interrupted one: .new-NAME was being written and .old-NAME removed,
+so both are deleted; .swap-NAME was being replaced, and is renamed back if NAME is missing. Only one process writes.
 """
 
 import json
@@ -28,8 +27,7 @@ from fastformer.apps.train.checkpoint import META, Checkpoint, write_checkpoint
 from fastformer.apps.train.weights import CheckpointError
 from fastformer.settings import check_value
 
-INDEX = "index.json"
-AVERAGE, INTERIM = "average", "interim"
+INDEX, AVERAGE, INTERIM = "index.json", "average", "interim"
 _NAME = rf"(?:step-\d+|{AVERAGE}|{INTERIM})"
 
 
@@ -44,8 +42,9 @@ class CheckpointFolder:
         complete = {name for name in self._names(_NAME) if name != AVERAGE}
         index = self._index()
         listed = [name for name in index["kept"] if name in complete]
-        unlisted = sorted(complete.difference(listed, index["removed"]), key=_step_of)
-        return [self.folder / name for name in [*listed, *unlisted]]
+        unlisted = complete.difference(listed, index["removed"])
+        unlisted_in_order = sorted(unlisted, key=lambda name: math.inf if name == INTERIM else int(name[5:]))
+        return [self.folder / name for name in [*listed, *unlisted_in_order]]
 
     def last(self) -> Path | None:
         """Return the checkpoint that was written last; None if there is none."""
@@ -70,8 +69,7 @@ class CheckpointFolder:
 
     def best_value(self) -> float | None:
         """Return the metric of `best()`; None without a best checkpoint."""
-        best = self._index()["best"]
-        return float(best["value"]) if best and self.best() else None
+        return float(self._index()["best"]["value"]) if self.best() else None
 
     def average(self) -> Path | None:
         """Return the average of the last checkpoints; None if there is none."""
@@ -90,7 +88,12 @@ class CheckpointFolder:
         """Write a checkpoint and update the index.
 
         Args:
-            step, weights, state, config, metrics: see `write_checkpoint`.
+            step: number of optimizer steps so far.
+            weights: state dict of the model.
+            state: plain values that resuming needs, and under "optimizer" {parameter: {name: tensor}}. None: the
+                checkpoint is an average.
+            config: the architecture, a dataclass or mapping.
+            metrics: values of the validation.
             best: value of the metric, which marks the checkpoint as the best; None: it is not.
             name: of the folder; None: "average" without a state, else "step-N".
 
@@ -110,9 +113,7 @@ class CheckpointFolder:
                 target.rename(self.folder / f".swap-{name}")
             new.rename(target)
             synchronise(self.folder)
-            self._update_index(
-                last=name if name != AVERAGE else None, best=None if best is None else {"name": name, "value": best}
-            )
+            self._update_index(name if name != AVERAGE else None, best and {"name": name, "value": best})
             self.recover()
         except OSError as error:
             with suppress(OSError):
@@ -138,41 +139,10 @@ class CheckpointFolder:
             return Checkpoint.open(candidates[-1] if path is None else path).check()
         except CheckpointError as error:
             previous = next(filter(_is_good, reversed(candidates)), None)
-            if previous is None:
-                raise CheckpointError(f"{error}; there is no earlier good checkpoint") from None
+            way_out = f"to go on from the previous good checkpoint, {previous}, remove those after it"
             raise CheckpointError(
-                f"{error}; to go on from the previous good checkpoint, {previous}, remove those after it"
+                f"{error}; {way_out if previous else 'there is no earlier good checkpoint'}"
             ) from None
-
-    def _names(self, pattern: str) -> set[str]:
-        """Return the names of folders that match a pattern."""
-        entries = self.folder.iterdir() if self.folder.is_dir() else ()
-        return {path.name for path in entries if re.fullmatch(pattern, path.name) and path.is_dir()}
-
-    def _index(self) -> dict[str, Any]:
-        """Return the index; an empty one if it is missing or damaged."""
-        empty: dict[str, Any] = {"last": None, "best": None, "kept": [], "removed": []}
-        try:
-            index = {**empty, **json.loads((self.folder / INDEX).read_bytes())}
-            return index if _is_index(index) else empty
-        except (FileNotFoundError, ValueError, TypeError, KeyError, RecursionError):
-            return empty
-
-    def _update_index(self, last: str | None = None, best: dict[str, Any] | None = None) -> None:
-        index = self._index()
-        names = [path.name for path in self.paths()]
-        if last is not None:
-            names = [*(name for name in names if name != last), last]
-        index["best"] = best or index["best"]
-        best_name = index["best"]["name"] if index["best"] else None
-        numbered = [name for name in names if name != INTERIM]
-        kept_names = [name for name in numbered if name in numbered[-self.keep :] or name == best_name]
-        kept_names += [INTERIM] if names[-1:] == [INTERIM] else []
-        removed_names = [name for name in names if name not in kept_names]
-        index.update(last=kept_names[-1] if kept_names else None, kept=kept_names, removed=removed_names)
-        write_file(self.folder / INDEX, (json.dumps(index, indent=1) + "\n").encode("utf-8"))
-        synchronise(self.folder)
-        self._remove(removed_names)
 
     def recover(self) -> None:
         """Remove what an interrupted save left, and restore the name of a checkpoint that was being replaced.
@@ -188,6 +158,38 @@ class CheckpointFolder:
                 shutil.rmtree(self.folder / hidden)
         self._remove(self._index()["removed"])
 
+    def _names(self, pattern: str) -> set[str]:
+        """Return the names of folders that match a pattern."""
+        entries = self.folder.iterdir() if self.folder.is_dir() else ()
+        return {path.name for path in entries if re.fullmatch(pattern, path.name) and path.is_dir()}
+
+    def _index(self) -> dict[str, Any]:
+        """Return the index; an empty one if it is missing, damaged, or names a checkpoint as kept and as removed."""
+        empty: dict[str, Any] = {"last": None, "best": None, "kept": [], "removed": []}
+        try:
+            index = {**empty, **json.loads((self.folder / INDEX).read_bytes())}
+            kept = {*index["kept"], *([index["best"]["name"]] if index["best"] else [])}
+            if index["best"]:
+                float(index["best"]["value"])
+            valid = all(re.fullmatch(_NAME, name) for name in (*kept, *index["removed"]))
+            return index if valid and kept.isdisjoint(index["removed"]) else empty
+        except (FileNotFoundError, ValueError, TypeError, KeyError, RecursionError):
+            return empty
+
+    def _update_index(self, last: str | None = None, best: dict[str, Any] | None = None) -> None:
+        index = self._index()
+        names = [path.name for path in self.paths()]
+        if last is not None:
+            names = [*(name for name in names if name != last), last]
+        index["best"] = best or index["best"]
+        numbered = [name for name in names if name != INTERIM]
+        kept = {*numbered[-self.keep :], *([index["best"]["name"]] if index["best"] else []), *names[-1:]}
+        kept_names, removed_names = [n for n in names if n in kept], [n for n in names if n not in kept]
+        index.update(last=kept_names[-1] if kept_names else None, kept=kept_names, removed=removed_names)
+        write_file(self.folder / INDEX, (json.dumps(index, indent=1) + "\n").encode("utf-8"))
+        synchronise(self.folder)
+        self._remove(removed_names)
+
     def _remove(self, names: Sequence[str]) -> None:
         for name in names:
             if (self.folder / name).is_dir():
@@ -197,20 +199,10 @@ class CheckpointFolder:
 
 def _is_good(path: Path) -> bool:
     """Return whether all files of a checkpoint are intact."""
-    try:
+    with suppress(CheckpointError):
         Checkpoint.open(path).check()
-    except CheckpointError:
-        return False
-    return True
-
-
-def _is_index(index: Mapping[str, Any]) -> bool:
-    """Return whether an index names only checkpoints, none both as kept and as removed; removed ones are deleted."""
-    best = index["best"]
-    kept_names = [*index["kept"], *([] if best is None else [best["name"]])]
-    checkpoints = all(re.fullmatch(_NAME, name) for name in (*kept_names, *index["removed"]))
-    number = best is None or isinstance(best["value"], int | float)
-    return checkpoints and number and not set(index["removed"]).intersection(kept_names)
+        return True
+    return False
 
 
 def find_checkpoint(path: Path | str, which: str = "best") -> Path:
@@ -227,7 +219,3 @@ def find_checkpoint(path: Path | str, which: str = "best") -> Path:
     if checkpoint is None:
         raise CheckpointError(f"{path}: holds no {which} checkpoint")
     return checkpoint
-
-
-def _step_of(name: str) -> float:
-    return math.inf if name == INTERIM else int(name.removeprefix("step-"))

@@ -1,11 +1,10 @@
-"""Write, load and average weights as safetensors files; compare them with a model by name, shape and dtype.
+"""Write and load weights as safetensors files; compare them with a model by name, shape and dtype.
 
-All tensors are compared before one is copied, because torch would cast any dtype to any other. Nothing is unpickled.
-
-Parameters that share memory (tied embeddings) are written once; the file's header names their other names.
+All tensors are compared before one is copied, because torch would cast any dtype to any other. Parameters that share
+memory (tied embeddings) are written once; the file's header names their other names. Nothing is unpickled.
 """
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -51,11 +50,7 @@ def check_storable(state: Mapping[str, Any]) -> None:
 
 def read_weights(path: Path) -> dict[str, Tensor]:
     """Return the tensors of a safetensors file, on the CPU, tied ones under each of their names."""
-    from safetensors import safe_open
-
-    if not path.is_file():
-        raise CheckpointError(f"{path}: there is no such weights file")
-    with _readable(path), safe_open(path, framework="pt") as file:
+    with _opened(path) as file:
         weights = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (not a mapping)
         metadata = file.metadata() or {}
     return {name: weights[first] for name, first in metadata.items() if first in weights} | weights
@@ -63,10 +58,23 @@ def read_weights(path: Path) -> dict[str, Tensor]:
 
 def stored_shapes(path: Path) -> dict[str, torch.Size]:
     """Return the shapes in the header of a safetensors file, tied tensors once; raises CheckpointError."""
+    with _opened(path) as file:
+        return {name: torch.Size(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118
+
+
+@contextmanager
+def _opened(path: Path) -> Iterator[Any]:
+    """Open a safetensors file for the block; raise a CheckpointError of one line for every error in it."""
     from safetensors import safe_open
 
-    with _readable(path), safe_open(path, framework="pt") as file:
-        return {name: torch.Size(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118
+    if not path.is_file():
+        raise CheckpointError(f"{path}: there is no such weights file")
+    try:
+        with safe_open(path, framework="pt") as file:
+            yield file
+    except Exception as error:  # also a MemoryError, of a sparse file
+        reason = (str(error).splitlines() or [type(error).__name__])[0]
+        raise CheckpointError(f"{path}: not a readable safetensors file ({reason})") from None
 
 
 def load_weights(model: nn.Module, path: Path) -> None:
@@ -81,7 +89,7 @@ def put_weights(model: nn.Module, weights: Mapping[str, Tensor], origin: Path | 
     A parameter with two names in the model must have equal values under both, or one of them would be lost.
     """
     expected = model.state_dict()
-    check_tensors_fit({name: (tensor.shape, tensor.dtype) for name, tensor in weights.items()}, expected, origin)
+    check_tensors_fit(weights, expected, origin)
     first_names: dict[nn.Parameter, str] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         first = first_names.setdefault(parameter, name)
@@ -90,26 +98,19 @@ def put_weights(model: nn.Module, weights: Mapping[str, Tensor], origin: Path | 
     model.load_state_dict({name: part_of(weights[name], tensor) for name, tensor in expected.items()})
 
 
-def check_tensors_fit(
-    saved: Mapping[str, tuple[torch.Size, torch.dtype]], expected: Mapping[str, Tensor], origin: Path | str
-) -> None:
-    """Compare the names, shapes and dtypes of saved tensors with those of a model.
-
-    Raises:
-        CheckpointError: naming the first that is missing, unknown, of another shape or of a dtype that cannot be cast.
-    """
+def check_tensors_fit(saved: Mapping[str, Tensor], expected: Mapping[str, Tensor], origin: Path | str) -> None:
+    """Raise CheckpointError naming the first tensor that is missing, unknown, or of another shape or kind of dtype."""
     for name, tensor in expected.items():
         if name not in saved:
             raise CheckpointError(f"{origin}: does not hold {name}, which this model has")
-        shape, dtype = saved[name]
+        shape, dtype = saved[name].shape, saved[name].dtype
         if shape != tensor.shape:
             raise CheckpointError(
                 f"{origin}: holds {name} of shape {list(shape)}, but this model's is {list(tensor.shape)}"
             )
         if not same_kind(dtype, tensor.dtype):
             raise CheckpointError(f"{origin}: holds {name} of {dtype}, but this model's is {tensor.dtype}")
-    extra = next((name for name in saved if name not in expected), None)
-    if extra is not None:
+    if extra := next((name for name in saved if name not in expected), None):
         raise CheckpointError(f"{origin}: holds {extra}, which this model does not have")
 
 
@@ -135,41 +136,3 @@ def check_finite(model: nn.Module, origin: Path | str) -> None:
     for name, parameter in model.named_parameters():
         if not torch.isfinite(parameter).all():
             raise CheckpointError(f"{origin}: {name} holds NaN or infinity; it is damaged, or its training diverged")
-
-
-def check_architecture(saved: Mapping[str, Any], expected: Mapping[str, Any], origin: Path | str) -> None:
-    """Raise CheckpointError naming the first setting in which a checkpoint's architecture is not the expected one."""
-    for name in {**expected, **saved}:
-        if name not in saved or name not in expected or saved[name] != expected[name]:
-            stored, needed = (repr(each[name]) if name in each else "nothing" for each in (saved, expected))
-            raise CheckpointError(f"{origin}: is of another architecture: it has {name}={stored}, this model {needed}")
-
-
-def average_weights(sources: Iterable[tuple[Path | str, Mapping[str, Tensor]]]) -> dict[str, Tensor]:
-    """Return the mean of several models' weights, summed in fp64; integers are those of the last.
-
-    sources: pairs of origin (for messages) and weights. Tied weights may be one tensor; no tensor is changed.
-    """
-    first: Mapping[str, Tensor] = {}
-    last: Mapping[str, Tensor] = {}
-    total: dict[str, Tensor] = {}
-    count = 0
-    for origin, last in sources:
-        count += 1
-        first = first or last
-        check_tensors_fit({name: (tensor.shape, tensor.dtype) for name, tensor in last.items()}, first, origin)
-        for name, tensor in last.items():
-            if tensor.is_floating_point() or tensor.is_complex():
-                number = tensor.to(torch.promote_types(tensor.dtype, torch.float64))
-                total[name] = total[name] + number if name in total else number
-    return {name: (total[name] / count).to(x.dtype) if name in total else x for name, x in last.items()}
-
-
-@contextmanager
-def _readable(path: Path) -> Iterator[None]:
-    """Raise a CheckpointError of one line for every error of reading a safetensors file in the block."""
-    try:
-        yield
-    except Exception as error:  # also a MemoryError, of a sparse file
-        reason = (str(error).splitlines() or [type(error).__name__])[0]
-        raise CheckpointError(f"{path}: not a readable safetensors file ({reason})") from None

@@ -12,8 +12,7 @@ from fastformer import functional
 from fastformer.apps.models.sizes import check_memory
 from fastformer.apps.runs.application import Application
 from fastformer.apps.train import Checkpoint, CheckpointError, CheckpointFolder, Processes, TrainConfig, read_metrics
-from fastformer.apps.train.compilation import check_compiler
-from fastformer.apps.train.config import check_threads
+from fastformer.apps.train.config import check_machine
 
 
 def check_settings(
@@ -41,7 +40,6 @@ def check_settings(
     """
     config = application.planned(model, data)
     check_memory(config)
-    check_threads(train.threads)
     try:
         x = torch.empty(1, 1, 1, config.d_model // config.heads, device=device)
     except (RuntimeError, AssertionError, ImportError) as error:  # AssertionError: torch without CUDA
@@ -49,15 +47,12 @@ def check_settings(
     if x.is_meta:
         raise ValueError(f"device={str(device)!r} cannot be used: its tensors hold no values")
     functional.check_backend(x)
-    check_compiler(train.compile, device)
+    check_machine(train, device, Processes.current().world)
     known = application.metrics
     if train.metric not in known:
         raise ValueError(f"metric={train.metric!r} is no value of this validation; choose {', '.join(known)}")
     if train.metric not in computed:
         raise ValueError(f"metric={train.metric!r} is not computed here; it needs {known[train.metric]}")
-    world = Processes.current().world
-    if train.cuda_graphs and world > 1:
-        raise ValueError(f"cuda_graphs=True is for one process, not for {world}")
     for package, needed in (("sacrebleu", "bleu" in computed), ("tensorboard", train.tensorboard)):
         if needed and importlib.util.find_spec(package) is None:
             extra = "tensorboard" if package == "tensorboard" else "apps"

@@ -1,20 +1,18 @@
 """Training: one loop for every model, schedules, checkpoints, metrics and configuration files."""
 
-from fastformer.apps.train.batch_source import AnyBatch, BatchSource
 from fastformer.apps.train.checkpoint import Checkpoint, average_checkpoints
 from fastformer.apps.train.checkpoint_folder import CheckpointFolder, find_checkpoint
 from fastformer.apps.train.config import TrainConfig
 from fastformer.apps.train.metrics import MetricsLog, read_metrics
 from fastformer.apps.train.processes import ProcessError, Processes, join_processes
 from fastformer.apps.train.randomness import seed_everything
-from fastformer.apps.train.run_state import DivergedError, Result
+from fastformer.apps.train.run_state import BatchSource, DivergedError, Result
 from fastformer.apps.train.schedules import Schedule
 from fastformer.apps.train.trainer import Trainer
 from fastformer.apps.train.validation import Validation
 from fastformer.apps.train.weights import CheckpointError, put_weights, read_weights, write_weights
 
 __all__ = [
-    "AnyBatch",
     "BatchSource",
     "Checkpoint",
     "CheckpointError",

@@ -113,7 +113,8 @@ class CheckpointFolder:
                 target.rename(self.folder / f".swap-{name}")
             new.rename(target)
             synchronise(self.folder)
-            self._update_index(name if name != AVERAGE else None, best and {"name": name, "value": best})
+            marked = None if best is None else {"name": name, "value": best}
+            self._update_index(name if name != AVERAGE else None, marked)
             self.recover()
         except OSError as error:
             with suppress(OSError):

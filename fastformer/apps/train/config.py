@@ -1,12 +1,15 @@
 """`TrainConfig`: every hyperparameter of training; see `fastformer.apps.settings`."""
 
 import os
+import shutil
+
+import torch
 
 from fastformer.apps.settings import Pair, Settings, setting
-from fastformer.apps.train.compilation import BACKENDS
 from fastformer.apps.train.schedules import SCHEDULES
 
 _ADAM = ("adamw", "adam")
+_INDUCTOR = "inductor"
 # More threads per processor only wait for each other, and each takes megabytes of stack.
 _THREADS_A_PROCESSOR = 4
 
@@ -70,7 +73,9 @@ class TrainConfig(Settings):
         only={"hardware": "a CUDA device", "processes": "one process"},
     )
     compile: str | None = setting(
-        None, "torch.compile the steps, with this compiler; eager and aot_eager only trace", choices=BACKENDS
+        None,
+        "torch.compile the steps, with this compiler; eager and aot_eager only trace",
+        choices=(_INDUCTOR, "aot_eager", "eager"),
     )
     checkpoint_activations: bool = setting(
         False, "keep of each layer only its input, and compute it again in backward: less memory"
@@ -108,8 +113,18 @@ class TrainConfig(Settings):
         )
 
 
-def check_threads(threads: int | None) -> None:
-    """Raise ValueError for more threads than this machine can use; torch crashes if it cannot start as many."""
+def check_machine(config: TrainConfig, device: torch.device | str, world: int) -> None:
+    """Raise ValueError for settings that this machine, or a run of `world` processes, cannot be trained with."""
     most = _THREADS_A_PROCESSOR * (os.cpu_count() or 1)
-    if threads is not None and threads > most:
-        raise ValueError(f"threads must be at most {most} here, {_THREADS_A_PROCESSOR} a processor, not {threads}")
+    if config.threads is not None and config.threads > most:  # torch crashes if it cannot start as many
+        raise ValueError(
+            f"threads must be at most {most} here, {_THREADS_A_PROCESSOR} a processor, not {config.threads}"
+        )
+    compiler = os.environ.get("CXX", "g++")
+    if config.compile == _INDUCTOR and torch.device(device).type == "cpu" and shutil.which(compiler) is None:
+        raise ValueError(
+            f"compile={_INDUCTOR!r} needs a C++ compiler on a CPU, and {compiler!r} is not found; install one, name "
+            "one in the environment variable CXX, or leave compile unset"
+        )
+    if config.cuda_graphs and world > 1:
+        raise ValueError(f"cuda_graphs=True is for one process, not for {world}")

@@ -24,7 +24,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fastformer.apps.train.compilation import check_compiler, compiled_loss
 from fastformer.apps.train.config import TrainConfig
 from fastformer.apps.train.fixed_batch import FixedBatch, shape_of
 from fastformer.apps.train.processes import Processes
@@ -41,14 +40,11 @@ def new_update(
     processes: Processes,
     longest: int | None = None,
 ) -> Update:
-    """Return the `Update` of a configuration: with CUDA graphs (if the device has them) or compiled, if asked.
+    """Return the `Update` of a configuration, with CUDA graphs if it asks for them and the device has them.
 
-    longest: tokens of the longest sequence of all batches; None: unknown.
-
-    Raises:
-        ValueError: CUDA graphs for several processes; the compiler or the stacks that it needs are missing.
+    longest: tokens of the longest sequence of all batches; None: unknown. Raises ValueError if activations are to be
+    checkpointed and the model has no stack.
     """
-    device = next(model.parameters()).device
     if config.checkpoint_activations:
         stacks = [each for each in model.modules() if isinstance(each, TransformerEncoder | TransformerDecoder)]
         if not stacks:
@@ -58,11 +54,7 @@ def new_update(
             )
         for stack in stacks:
             stack.checkpoint_activations = True
-    if config.compile is not None:
-        check_compiler(config.compile, device)
-        loss = compiled_loss(model, loss, config.compile)
-    if config.cuda_graphs and processes.world > 1:
-        raise ValueError(f"cuda_graphs=True is for one process, not for {processes.world}")
+    device = next(model.parameters()).device
     graph_recorder = recorder(device, keeps_memory=False) if config.cuda_graphs else None
     if graph_recorder is None:
         return Update(model, loss, config, processes)

@@ -23,7 +23,6 @@ from fastformer.host.devices import widest_dtype
 # Validation values of which lower is better; of all others, such as BLEU, higher.
 LOWER_IS_BETTER = ("loss", "perplexity", "word_perplexity")
 JSONL, CSV = "metrics.jsonl", "metrics.csv"
-OF_RECORD = ("kind", "step", "epoch", "seconds")  # fields of every record beside its values
 
 
 class MetricsLog:
@@ -33,13 +32,18 @@ class MetricsLog:
         """Keep the first `count` existing records (0: start anew) and append to them."""
         self.folder = Path(folder)
         self.folder.mkdir(parents=True, exist_ok=True)
-        exists = (self.folder / JSONL).is_file()
-        self._records = read_metrics(self.folder)[:count] if exists else []
+        self._records = read_metrics(self.folder)[:count] if (self.folder / JSONL).is_file() else []
         write_file(self.folder / JSONL, _jsonl(self._records))
         self._columns: list[str] = []
         self._rewrite_csv()
-        step = self._records[-1]["step"] + 1 if self._records else 0
-        self._events = _tensorboard_writer(self.folder / "tensorboard", step) if tensorboard else None
+        self._events: Any = None
+        if tensorboard:
+            try:
+                from torch.utils.tensorboard import SummaryWriter
+            except ImportError:
+                raise ValueError("tensorboard=True needs TensorBoard: pip install 'fastformer[tensorboard]'") from None
+            step = self._records[-1]["step"] + 1 if self._records else 0
+            self._events = SummaryWriter(str(self.folder / "tensorboard"), purge_step=step)
 
     @property
     def count(self) -> int:
@@ -55,10 +59,9 @@ class MetricsLog:
             append_file(self.folder / CSV, self._csv([record]))
         else:
             self._rewrite_csv()
-        if self._events is not None:
-            for name, value in values.items():
-                if isinstance(value, int | float):
-                    self._events.add_scalar(f"{kind}/{name}", value, step)
+        for name, value in values.items() if self._events is not None else ():
+            if isinstance(value, int | float):
+                self._events.add_scalar(f"{kind}/{name}", value, step)
         return record
 
     def close(self) -> None:
@@ -87,10 +90,11 @@ class RunningSums:
 
     def __init__(self, device: torch.device, skips: bool = False) -> None:
         self.rate = 0.0
-        self._skips = torch.zeros((), device=device) if skips else None
-        self._loss, self._norm = torch.zeros((), device=device), torch.zeros((), device=device)
-        self._tokens, self._steps, self._seconds, self._since = 0, 0, 0.0, 0.0
-        self._epoch_loss, self._epoch_tokens = torch.zeros((), dtype=widest_dtype(device), device=device), 0
+        names = ("loss", "norm", "skips") if skips else ("loss", "norm")
+        self._totals = {name: torch.zeros((), device=device) for name in names}  # of a record
+        self._epoch_loss = torch.zeros((), dtype=widest_dtype(device), device=device)
+        self._counts = {"epoch_tokens": 0, "tokens": 0, "steps": 0}
+        self._seconds, self._since = 0.0, 0.0
 
     def start(self, now: float) -> None:
         """Begin to measure time, at the start of a run or of a resumed one."""
@@ -102,69 +106,60 @@ class RunningSums:
 
     def add(self, loss: Tensor, norm: Tensor, tokens: int, rate: float) -> None:
         """Add a step: its summed loss, gradient norm before clipping, tokens and learning rate."""
-        self._loss += loss
-        self._epoch_loss += loss
-        self._epoch_tokens += tokens
-        if self._skips is not None:
-            self._skips += ~norm.isfinite()
+        if "skips" in self._totals:
+            self._totals["skips"] += ~norm.isfinite()
             norm = torch.where(norm.isfinite(), norm, 0.0)
-        self._norm += norm
-        self._tokens, self._steps, self.rate = self._tokens + tokens, self._steps + 1, rate
+        self._totals["loss"] += loss
+        self._totals["norm"] += norm
+        self._epoch_loss += loss
+        for name, count in (("epoch_tokens", tokens), ("tokens", tokens), ("steps", 1)):
+            self._counts[name] += count
+        self.rate = rate
 
     def finite(self) -> bool:
         """Return whether every loss, and every norm of a step not skipped, is finite so far; waits for the device."""
-        return bool(torch.isfinite(self._loss + self._norm))
+        return bool(torch.isfinite(self._totals["loss"] + self._totals["norm"]))
 
     def values(self, now: float) -> dict[str, float]:
         """Return mean loss per token, mean norm, rate, tokens per second and skips; waits for the device."""
-        skips = 0 if self._skips is None else int(self._skips.item())
-        values = {
-            "loss": self._loss.item() / max(self._tokens, 1),
-            "gradient_norm": self._norm.item() / max(self._steps - skips, 1),
+        totals = {name: total.item() for name, total in self._totals.items()}
+        skips = {"skipped_steps": int(totals["skips"])} if "skips" in totals else {}
+        return {
+            "loss": totals["loss"] / max(self._counts["tokens"], 1),
+            "gradient_norm": totals["norm"] / max(self._counts["steps"] - skips.get("skipped_steps", 0), 1),
             "lr": self.rate,
-            "tokens_per_second": self._tokens / max(now - self._since, 1e-9),
+            "tokens_per_second": self._counts["tokens"] / max(now - self._since, 1e-9),
+            **skips,
         }
-        return values if self._skips is None else {**values, "skipped_steps": skips}
 
     def take(self, now: float) -> dict[str, float]:
         """Return the values of a record, and begin a new one."""
         values = self.values(now)
-        for total in (self._loss, self._norm, self._skips):
-            if total is not None:
-                total.zero_()
-        self._tokens, self._steps, self._since = 0, 0, now
+        for total in self._totals.values():
+            total.zero_()
+        self._counts |= {"tokens": 0, "steps": 0}
+        self._since = now
         return values
 
     def take_epoch(self) -> dict[str, float]:
         """Return the mean loss per token of an epoch, and begin the next one."""
-        values = {"loss": self._epoch_loss.item() / max(self._epoch_tokens, 1)}
+        values = {"loss": self._epoch_loss.item() / max(self._counts["epoch_tokens"], 1)}
         self._epoch_loss.zero_()
-        self._epoch_tokens = 0
+        self._counts["epoch_tokens"] = 0
         return values
 
     def state_dict(self, now: float) -> dict[str, Any]:
         """Return what a resumed run needs to write the same next record."""
-        skips = {} if self._skips is None else {"skips": self._skips.item()}
-        return {
-            "loss": self._loss.item(),
-            "norm": self._norm.item(),
-            **skips,
-            "epoch_loss": self._epoch_loss.item(),
-            "epoch_tokens": self._epoch_tokens,
-            "tokens": self._tokens,
-            "steps": self._steps,
-            "seconds": now - self._since,
-        }
+        totals = {name: total.item() for name, total in self._totals.items()}
+        return {**totals, "epoch_loss": self._epoch_loss.item(), **self._counts, "seconds": now - self._since}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue from `state_dict()`."""
-        self._loss.fill_(state["loss"])
-        self._norm.fill_(state["norm"])
-        if self._skips is not None:
-            self._skips.fill_(state.get("skips", 0))  # a run may be resumed in another precision
+        for name, total in self._totals.items():
+            total.fill_(state.get(name, 0) if name == "skips" else state[name])  # another precision may have no skips
         self._epoch_loss.fill_(state["epoch_loss"])
-        self._epoch_tokens = state["epoch_tokens"]
-        self._tokens, self._steps, self._seconds = state["tokens"], state["steps"], state["seconds"]
+        self._counts = {name: state[name] for name in self._counts}
+        self._seconds = state["seconds"]
 
 
 def is_better(metric: str, value: float, best: float | None) -> bool:
@@ -198,11 +193,3 @@ def read_metrics(path: Path | str) -> list[dict[str, Any]]:
 
 def _jsonl(records: Sequence[dict[str, Any]]) -> bytes:
     return "".join(json.dumps(record) + "\n" for record in records).encode("utf-8")
-
-
-def _tensorboard_writer(folder: Path, step: int) -> Any:
-    try:
-        from torch.utils.tensorboard import SummaryWriter
-    except ImportError:
-        raise ValueError("tensorboard=True needs TensorBoard: pip install 'fastformer[tensorboard]'") from None
-    return SummaryWriter(str(folder), purge_step=step)

@@ -11,7 +11,7 @@ are gathered in fp32, and autocast casts them. Gradients are reduced in fp32, an
 
 from collections import Counter, OrderedDict
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from itertools import pairwise
 from typing import Any
 
@@ -42,15 +42,14 @@ def wrap(
     if processes.world == 1:
         return step
     processes.wait()
-    with processes.contact():
-        if how == "fsdp":
-            _shard(step, [] if compiled else _layers(step), processes.world, dtype)
-            return step
-        wrapped = nn.parallel.DistributedDataParallel(step)
-        # Position tables grow with the longest sentence seen, so they may differ between processes. The constructor's
-        # argument broadcast_buffers is deprecated in torch 2.13.
-        wrapped.broadcast_buffers = False
-        return wrapped
+    if how == "fsdp":
+        _shard(step, [] if compiled else _layers(step), processes.world, dtype)
+        return step
+    wrapped = nn.parallel.DistributedDataParallel(step)
+    # Position tables grow with the longest sentence seen, so they may differ between processes. The constructor's
+    # argument broadcast_buffers is deprecated in torch 2.13.
+    wrapped.broadcast_buffers = False
+    return wrapped
 
 
 def _shard(step: Any, layers: Sequence[Any], world: int, dtype: torch.dtype | None) -> None:
@@ -88,63 +87,36 @@ def _layers(step: nn.Module) -> list[Any]:
     return [layer for layer in layers if all(all_uses[p] == count for p, count in uses(layer).items())]
 
 
-@contextmanager
-def exchange(step: nn.Module, processes: Processes, last: bool) -> Iterator[None]:
-    """Exchange gradients of the block's forward and backward only after the `last` batch of a step."""
-    if processes.world == 1:
-        yield
-        return
-    with processes.contact():
-        if not isinstance(step, nn.parallel.DistributedDataParallel):
-            step.set_requires_gradient_sync(last)  # type: ignore[operator]
-            yield
-            return
-        with nullcontext() if last else step.no_sync():
-            yield
+def exchange(step: nn.Module, last: bool) -> AbstractContextManager[Any]:
+    """Return a context whose forward and backward exchange gradients only in the `last` batch of a step."""
+    if isinstance(step, nn.parallel.DistributedDataParallel):
+        return nullcontext() if last else step.no_sync()
+    if hasattr(step, "set_requires_gradient_sync"):
+        step.set_requires_gradient_sync(last)  # type: ignore[operator]
+    return nullcontext()
 
 
 @contextmanager
-def gathered(step: nn.Module, processes: Processes) -> Iterator[None]:
-    """Gather all parameters in every process for the block, so that one process may use the model alone."""
+def gathered(step: nn.Module) -> Iterator[None]:
+    """Gather all parameters in every process for the block, so that one process may use the model alone.
+
+    FSDP2's hooks are removed meanwhile. They record each call of a layer, even without gradients, and gather in
+    backward in the recorded order: a process that validated alone would gather other layers than the other processes.
+    """
     units: list[Any] = [unit for unit in step.modules() if hasattr(unit, "unshard")]
-    with processes.contact():
-        for unit in units:
-            unit.unshard()
+    saved_hooks = [(u, name, getattr(u, name)) for u in units for name in ("_forward_pre_hooks", "_forward_hooks")]
+    for unit in units:
+        unit.unshard()
     try:
-        with _unhooked(units):
-            yield
+        for unit, name, hooks in saved_hooks:
+            classes = {key: type(getattr(hook, "__self__", None)).__name__ for key, hook in hooks.items()}
+            setattr(unit, name, OrderedDict({key: hooks[key] for key in hooks if classes[key] != "FSDPState"}))
+        yield
     finally:
+        for unit, name, hooks in saved_hooks:
+            setattr(unit, name, hooks)
         for unit in units:
             unit.reshard()
-
-
-@contextmanager
-def _unhooked(units: Sequence[nn.Module]) -> Iterator[None]:
-    """Remove FSDP2's hooks from the units for the block.
-
-    FSDP2 records each call of a layer, even without gradients, and gathers in backward in the recorded order. A process
-    that validated alone would gather other layers than the other processes.
-    """
-    hooks = [(unit, name) for unit in units for name in ("_forward_pre_hooks", "_forward_hooks")]
-    saved_hooks = [getattr(unit, name) for unit, name in hooks]
-    try:
-        for (unit, name), installed in zip(hooks, saved_hooks, strict=True):
-            classes = {key: type(getattr(hook, "__self__", None)).__name__ for key, hook in installed.items()}
-            other_hooks = {key: hook for key, hook in installed.items() if classes[key] != "FSDPState"}
-            setattr(unit, name, OrderedDict(other_hooks))
-        yield
-    finally:
-        for (unit, name), installed in zip(hooks, saved_hooks, strict=True):
-            setattr(unit, name, installed)
-
-
-def whole_norm(norm: Tensor, processes: Processes) -> Tensor:
-    """Return a norm of gradients, replicated or sharded, as a plain tensor."""
-    if not hasattr(norm, "full_tensor"):
-        return norm
-    with processes.contact():
-        whole: Tensor = norm.full_tensor()
-    return whole
 
 
 def whole_weights(model: nn.Module, processes: Processes) -> dict[str, Tensor]:
@@ -166,8 +138,7 @@ def whole_tensors(value: Any, processes: Processes) -> Any:
         return {key: whole_tensors(each, processes) for key, each in value.items()}
     if not hasattr(value, "full_tensor"):
         return value
-    with processes.contact():
-        tensor = value.full_tensor()
+    tensor = value.full_tensor()
     return tensor.cpu() if processes.is_main else tensor.new_empty(0)
 
 

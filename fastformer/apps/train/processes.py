@@ -77,8 +77,7 @@ class Processes:
         if _joined._group is not dist.group.WORLD:
             _joined = cls(dist.get_rank(), dist.get_world_size())
             _joined._group = dist.group.WORLD
-            with _joined.contact():
-                _joined.control = dist.new_group(backend="gloo", timeout=_PATIENCE)
+            _joined.control = dist.new_group(backend="gloo", timeout=_PATIENCE)
         return _joined
 
     @property
@@ -100,8 +99,7 @@ class Processes:
                 answer[0] = function()
             except Exception as error:
                 failure, answer[1] = error, f"{type(error).__name__}: {error}"
-        with self.contact():
-            dist.broadcast_object_list(answer, src=0, group=self.control)
+        dist.broadcast_object_list(answer, src=0, group=self.control)
         if failure is not None:
             raise failure
         if answer[1] is not None:
@@ -114,32 +112,28 @@ class Processes:
         if self.world == 1:
             return list(decisions), stop
         votes = torch.tensor([*(d if self.is_main else 0.0 for d in decisions), float(stop)], dtype=torch.float64)
-        with self.contact():
-            work = dist.all_reduce(votes, group=self.control, async_op=True)
-            assert work is not None
-            work.wait(TIMEOUT)
+        work = dist.all_reduce(votes, group=self.control, async_op=True)
+        assert work is not None
+        work.wait(TIMEOUT)
         *numbers, stops = votes.tolist()
         return numbers, bool(stops)
 
     def wait(self) -> None:
         """Wait until all processes have called this, however long one of them reads its data."""
         if self.world > 1:
-            with self.contact():
-                dist.barrier(group=self.control)
+            dist.barrier(group=self.control)
 
     def sum(self, x: Tensor) -> None:
         """Sum a tensor over all processes, in place; does not wait for a GPU."""
         if self.world > 1:
-            with self.contact():
-                dist.all_reduce(x)
+            dist.all_reduce(x)
 
     def gather(self, value: Value) -> list[Value]:
         """Return the values of all processes in process 0, an empty list in the others."""
         if self.world == 1:
             return [value]
         values: list[Any] | None = [None] * self.world if self.is_main else None
-        with self.contact():
-            dist.gather_object(value, values, dst=0, group=self.control)
+        dist.gather_object(value, values, dst=0, group=self.control)
         return values or []
 
     def share(self, batch: Any) -> tuple[Any, bool]:
@@ -164,25 +158,29 @@ class Processes:
         """Return the seed of this process's generators: `seed` in process 0, a different one in each other process."""
         return seed if self.is_main else int(np.random.SeedSequence((seed, self.rank, step)).generate_state(1)[0])
 
-    @contextmanager
-    def contact(self) -> Iterator[None]:
-        """Raise ProcessError for each of torch's errors of a lost connection in the block."""
-        try:
-            yield
-        except RuntimeError as error:
-            text = str(error)
-            if self.world == 1 or not (
-                isinstance(error, dist.DistNetworkError) or any(words in text for words in _LOST)
-            ):
-                raise
-            event = f"did not answer for {TIMEOUT.seconds} s" if "imed out" in text else "ended"
-            raise ProcessError(
-                f"another process of this run {event}; --resume goes on from the last checkpoint "
-                f"({text.splitlines()[0][:160]})"
-            ) from error
-
 
 _joined = Processes()
+
+
+def connection_was_lost(error: Exception) -> bool:
+    """Return whether an error of torch says that another process ended or does not answer."""
+    named = isinstance(error, dist.DistNetworkError) or any(words in str(error) for words in _LOST)
+    return dist.is_initialized() and isinstance(error, RuntimeError) and named and not isinstance(error, ProcessError)
+
+
+@contextmanager
+def lost_connections_named() -> Iterator[None]:
+    """Raise ProcessError for each of torch's errors of a lost connection in the block."""
+    try:
+        yield
+    except RuntimeError as error:
+        if not dist.is_available() or not connection_was_lost(error):
+            raise
+        event = f"did not answer for {TIMEOUT.seconds} s" if "imed out" in str(error) else "ended"
+        raise ProcessError(
+            f"another process of this run {event}; --resume goes on from the last checkpoint "
+            f"({str(error).splitlines()[0][:160]})"
+        ) from error
 
 
 def _launched() -> bool:
@@ -231,7 +229,8 @@ def join_processes(device: torch.device | str = "cpu") -> Iterator[Processes]:
     except (RuntimeError, ValueError) as error:  # ValueError: of the launcher's variables
         reason = (str(error).splitlines() or [type(error).__name__])[0][:160]
         raise ProcessError(f"the processes of this run cannot connect to one another ({reason})") from error
-    yield Processes.current()
+    with lost_connections_named():
+        yield Processes.current()
     # Not after an error: the others may be at any point, and the end of this process closes its connections.
     dist.destroy_process_group()
     time.sleep(_GRACE)  # `_joined` keeps the groups, so no thread is waited for

@@ -25,7 +25,6 @@ class Progress:
         self._enabled, self._clock = enabled, clock
         self._stream = Terminal(sys.stderr if stream is None else stream)
         self._bar: Any = None
-        self._task: Any = None
         self._next = -math.inf  # when the next update is due: the first one after the first step
 
     def __enter__(self) -> "Progress":
@@ -37,7 +36,7 @@ class Progress:
             text = TextColumn("{task.fields[text]}  left {task.fields[left]}")
             console = Console(file=cast("TextIO", self._stream))
             self._bar = Bar(BarColumn(bar_width=20), TaskProgressColumn(), text, console=console, refresh_per_second=2)
-            self._task = self._bar.add_task("training", total=1.0, text="starting", left="?")
+            self._bar.add_task("training", total=1.0, text="starting", left="?")
             self._bar.start()
         return self
 
@@ -57,7 +56,7 @@ class Progress:
         text, time_left = describe(record), _duration(seconds_left)
         self._next = self._clock() + (_PLAIN_SECONDS if self._bar is None else _BAR_SECONDS)
         if self._bar is not None:
-            self._bar.update(self._task, completed=progress, text=text, left=time_left)
+            self._bar.update(self._bar.task_ids[0], completed=progress, text=text, left=time_left)
         else:
             self._stream.line(f"{progress:4.0%}  {text}  left {time_left}")
 
@@ -79,8 +78,8 @@ def describe(record: dict[str, Any]) -> str:
             values.append(f"lr {value:.2e}")
         elif name not in _NOT_SHOWN and isinstance(value, float):
             signature = record.get(f"{name}_signature")
-            values.append(f"{name} {value:.4g}" if abs(value) < 1 else f"{name} {value:.2f}")
-            values[-1] += f" ({signature})" if signature else ""
+            number = f"{value:.4g}" if abs(value) < 1 else f"{value:.2f}"
+            values.append(f"{name} {number}" + (f" ({signature})" if signature else ""))
     return "  ".join(values)
 
 

@@ -4,15 +4,15 @@ A checkpoint holds the model, the optimizer, the schedule, the loss scale, the p
 last record, and the random generators of each process.
 """
 
-from dataclasses import dataclass
+from collections.abc import Iterator
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from torch import nn
 
 from fastformer.apps.system.run_lock import locked
-from fastformer.apps.train.batch_source import BatchSource
-from fastformer.apps.train.checkpoint import META, Checkpoint, average_checkpoints
+from fastformer.apps.train.checkpoint import META, Checkpoint
 from fastformer.apps.train.checkpoint_folder import INTERIM, CheckpointFolder
 from fastformer.apps.train.config import TrainConfig
 from fastformer.apps.train.metrics import RunningSums, is_better
@@ -21,7 +21,7 @@ from fastformer.apps.train.processes import ProcessError, Processes
 from fastformer.apps.train.randomness import random_state, seed_everything, set_random_state
 from fastformer.apps.train.schedules import Schedule
 from fastformer.apps.train.update import Update
-from fastformer.apps.train.weights import CheckpointError, check_storable, put_weights
+from fastformer.apps.train.weights import CheckpointError, check_storable
 
 # A run has diverged if gradients overflow in fp16 with a smaller scale than this.
 _LOWEST_SCALE = 1.0
@@ -29,6 +29,25 @@ _LOWEST_SCALE = 1.0
 
 class DivergedError(FloatingPointError):
     """The loss or the gradient is not finite; the last good checkpoint is untouched."""
+
+
+class BatchSource(Protocol):
+    """The training data. The batches of an epoch must depend on its number only, not on global generators.
+
+    A batch has `tokens`, the number of real tokens that its loss is summed over, and `to(device, non_blocking)`.
+    Several processes also need `share(rank, world)`, which returns the sentences of process `rank` as a batch, or None;
+    every sentence must be in the batch of exactly one process. CUDA graphs need a dataclass whose `SIDES` name all its
+    fields (`fastformer.apps.text.Side`), ids packed `[T]`, and a loss that accepts a `Layout` in place of lengths.
+
+    The optional attribute `longest` is the number of tokens of the longest sequence; CUDA graphs need it for models
+    with a limit of length.
+    """
+
+    def batches_in(self, epoch: int) -> int:
+        """Return the number of batches of an epoch (the first is 0)."""
+
+    def epoch(self, epoch: int, start: int = 0) -> Iterator[Any]:
+        """Yield the batches of an epoch from number `start` on."""
 
 
 @dataclass
@@ -95,6 +114,7 @@ class Result:
     signal: int | None = None
 
 
+@dataclass
 class RunState:
     """Saves and restores a run of `model`; all processes call the same methods.
 
@@ -106,23 +126,22 @@ class RunState:
         saved_interim: whether the last checkpoint was saved under the name `INTERIM`.
     """
 
-    def __init__(
-        self,
-        folder: Path,
-        config: TrainConfig,
-        model: nn.Module,
-        update: Update,
-        schedule: Schedule,
-        sums: RunningSums,
-        processes: Processes,
-        architecture: Any,
-    ) -> None:
-        check_storable(model.state_dict())
-        self.checkpoints = CheckpointFolder(folder / "checkpoints", config.keep)
-        self.at, self.metrics = Position(), dict[str, Any]()
-        self.saved_step, self.saved_interim = -1, False
-        self._folder, self._config, self._model, self._update = folder, config, model, update
-        self.sums, self._schedule, self._processes, self._architecture = sums, schedule, processes, architecture
+    folder: Path
+    config: TrainConfig
+    model: nn.Module
+    update: Update
+    schedule: Schedule
+    sums: RunningSums
+    processes: Processes
+    architecture: Any
+    at: Position = field(default_factory=Position)
+    metrics: dict[str, Any] = field(default_factory=dict)
+    saved_step: int = -1
+    saved_interim: bool = False
+
+    def __post_init__(self) -> None:
+        check_storable(self.model.state_dict())
+        self.checkpoints = CheckpointFolder(self.folder / "checkpoints", self.config.keep)
 
     def save(self, now: float, best: float | None = None, name: str | None = None) -> None:
         """Write a checkpoint at the time `now` of the sums' clock.
@@ -130,47 +149,48 @@ class RunState:
         best: value of the metric, if it is the best so far. name: of the folder; None: "step-N".
         """
         state = {
-            "optimizer_name": self._config.optimizer,
-            "schedule_name": self._config.schedule,
-            "metric": self._config.metric,
-            "scaler": self._update.scaler_state(),
-            "schedule": self._schedule.state_dict(),
-            "sums": self.sums.state_dict(now),
-            "position": dict(vars(self.at)),
-            "random": self._processes.gather(random_state()),
-            "optimizer": whole_tensors(self._update.optimizer.state_dict()["state"], self._processes),
+            "optimizer_name": self.config.optimizer,
+            "schedule_name": self.config.schedule,
+            "metric": self.config.metric,
+            **self._plain(now),
+            "random": self.processes.gather(random_state()),
+            "optimizer": whole_tensors(self.update.optimizer.state_dict()["state"], self.processes),
         }
-        self._write(state, best, name)
+        self.write(state, best, name)
         self.saved_step, self.saved_interim = self.at.step, name == INTERIM
 
-    def save_average(self, best: float | None) -> None:
-        """Write the model's weights as the average."""
-        self._write(None, best, None)
-
-    def _write(self, state: dict[str, Any] | None, best: float | None, name: str | None) -> None:
-        weights, step = whole_weights(self._model, self._processes), self.at.step
-        self._processes.on_main(
-            lambda: self.checkpoints.save(step, weights, state, self._architecture, self.metrics, best, name)
+    def write(self, state: dict[str, Any] | None, best: float | None, name: str | None = None) -> None:
+        """Write the model's weights with a state, or without one as the average."""
+        weights, step = whole_weights(self.model, self.processes), self.at.step
+        self.processes.on_main(
+            lambda: self.checkpoints.save(step, weights, state, self.architecture, self.metrics, best, name)
         )
+
+    def _plain(self, now: float) -> dict[str, Any]:
+        return {
+            "scaler": self.update.scaler_state(),
+            "schedule": self.schedule.state_dict(),
+            "sums": self.sums.state_dict(now),
+            "position": dict(vars(self.at)),
+        }
 
     def restore(self, path: Path | str | None) -> Checkpoint:
         """Continue from a checkpoint, the last one by default; see `Trainer.resume`."""
-        checkpoint = Checkpoint.open(self._processes.on_main(lambda: self._good_checkpoint(path)))
-        checkpoint.check_architecture(self._architecture)
+        checkpoint = Checkpoint.open(self.processes.on_main(lambda: self._good_checkpoint(path)))
+        checkpoint.check_architecture(self.architecture)
         state = checkpoint.state()
         try:
-            self._check_form(state)
-            self._check_settings(state, checkpoint)
-            optimizer = checkpoint.optimizer_state(self._update.parameters, self._config.optimizer)
+            self._check(state, checkpoint)
+            optimizer = checkpoint.optimizer_state(self.update.parameters, self.config.optimizer)
             at = Position(**state["position"])
-            checkpoint.load_into(self._model, self._architecture)
-            self._update.load_state_dict(optimizer, state["scaler"])
-            self._schedule.load_state_dict(state["schedule"])
+            checkpoint.load_into(self.model, self.architecture)
+            self.update.load_state_dict(optimizer, state["scaler"])
+            self.schedule.load_state_dict(state["schedule"])
             self.sums.load_state_dict(state["sums"])
-            if self._processes.rank < len(state["random"]):
-                set_random_state(state["random"][self._processes.rank])
+            if self.processes.rank < len(state["random"]):
+                set_random_state(state["random"][self.processes.rank])
             else:  # a process that the run did not have before
-                seed_everything(self._processes.seed(self._config.seed, checkpoint.step))
+                seed_everything(self.processes.seed(self.config.seed, checkpoint.step))
         except (CheckpointError, ProcessError):
             raise
         except (KeyError, TypeError, ValueError, AttributeError, IndexError, OverflowError, RuntimeError) as error:
@@ -180,65 +200,46 @@ class RunState:
             ) from None
         self.at, self.metrics = at, dict(checkpoint.metrics)
         self.saved_step, self.saved_interim = checkpoint.step, checkpoint.path.name == INTERIM
-        self._processes.on_main(lambda: self._mark_again(checkpoint.path))
+        # The process may have been killed before it wrote into the index that this checkpoint is the best.
+        value, inside = at.best_value, checkpoint.path.parent == self.checkpoints.folder
+        if value is not None and inside and self.metrics.get(self.config.metric) == value:
+            self.processes.on_main(lambda: self.mark_if_best(checkpoint.path, value))
         return checkpoint
 
     def _good_checkpoint(self, path: Path | str | None) -> Path:
-        with locked(self._folder):
+        with locked(self.folder):
             self.checkpoints.recover()
             return self.checkpoints.open(path).path
 
-    def _check_form(self, state: dict[str, Any]) -> None:
-        """Raise ValueError for a state with values of other types than this run would write."""
-        examples = {
-            "scaler": self._update.scaler_state() if state["scaler"] else {},
-            "schedule": self._schedule.state_dict(),
-            "sums": self.sums.state_dict(0.0),
-            "position": vars(Position()),
-        }
-        for section, example in examples.items():
+    def _check(self, state: dict[str, Any], checkpoint: Checkpoint) -> None:
+        """Raise an error for values of other types than this run would write, or settings that cannot change."""
+        for section, example in self._plain(0.0).items():
             for name, value in dict(state[section]).items():
                 if not _has_form(value, example.get(name)):
                     raise ValueError(f"{section}.{name} is {str(value)[:40]!r}")
-
-    def _check_settings(self, state: dict[str, Any], checkpoint: Checkpoint) -> None:
-        """Raise CheckpointError for changed settings that a resumed run cannot change."""
         saved = {"optimizer": state["optimizer_name"], "schedule": state["schedule_name"]}
         if state["position"]["best_value"] is not None:
             saved["metric"] = state["metric"]
         for name, value in saved.items():
-            if value != getattr(self._config, name):
+            if value != getattr(self.config, name):
                 raise CheckpointError(
-                    f"{checkpoint.path}: was trained with {name}={value}, not {getattr(self._config, name)}"
+                    f"{checkpoint.path}: was trained with {name}={value}, not {getattr(self.config, name)}"
                 )
         if state["position"]["step"] != checkpoint.step:
             step = state["position"]["step"]
             raise CheckpointError(f"{checkpoint.path}: its state is of step {step}, its {META} of {checkpoint.step}")
 
-    def _mark_again(self, path: Path) -> None:
-        """Mark the best checkpoint again, because the process may have been killed before it wrote the index."""
-        value = self.at.best_value
-        if value is None or self.metrics.get(self._config.metric) != value:
-            return
-        if path.parent == self.checkpoints.folder:
-            with locked(self._folder):
-                self.mark_if_best(path, value)
-
     def mark_if_best(self, path: Path | None, value: float) -> bool:
         """Mark a checkpoint as the best if its value is the best; return whether it is. Only process 0 may call it."""
-        if path is None or not is_better(self._config.metric, value, self.checkpoints.best_value()):
-            return False
-        self.checkpoints.mark_best(path, value)
-        return True
-
-    def load_average(self) -> None:
-        """Put the mean of the last checkpoints' weights into the model."""
-        averaged = average_checkpoints(self.checkpoints.paths()[-self._config.average :])
-        put_weights(self._model, averaged, self.checkpoints.folder)
+        with locked(self.folder):
+            if path is None or not is_better(self.config.metric, value, self.checkpoints.best_value()):
+                return False
+            self.checkpoints.mark_best(path, value)
+            return True
 
     def check_finite(self, step: int) -> None:
         """Raise DivergedError if the loss or the gradient of a step so far was not finite; waits for the device."""
-        scale = self._update.loss_scale
+        scale = self.update.loss_scale
         if self.sums.finite() and (scale is None or scale >= _LOWEST_SCALE):
             return
         last = self.checkpoints.last()
@@ -248,11 +249,6 @@ class RunState:
             f"loss or gradient is not finite at step {step} (lr {self.sums.rate:.2e}{scaled}); {last_good}; "
             "try a lower lr, more warmup_steps or a lower clip_norm"
         )
-
-    def result(self, reason: str, signal: int | None) -> Result:
-        """Return how the run ended."""
-        best, value, at = self.checkpoints.best(), self.checkpoints.best_value(), self.at
-        return Result(reason, at.step, at.epoch, at.tokens, at.seconds, self.metrics, value, best, signal)
 
 
 def _has_form(value: Any, example: Any) -> bool:

@@ -7,7 +7,7 @@ Sources: inverse square root, Vaswani et al. 2017, section 5.3; cosine, Loshchil
 """
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any
 
 from fastformer.settings import check_value
@@ -34,10 +34,12 @@ class Schedule:
 
     def __post_init__(self) -> None:
         check_value("name", self.name, str, choices=SCHEDULES)
-        self._decay_start: float | None = None
-        self._scale = 1.0
-        self._best_loss = math.inf
-        self._bad = 0
+        self._state: dict[str, Any] = {"decay_start": None, "scale": 1.0, "best_loss": math.inf, "bad": 0}
+
+    @classmethod
+    def of(cls, config: Any) -> "Schedule":
+        """Return the schedule of a `TrainConfig`."""
+        return cls(config.schedule, **{each.name: getattr(config, each.name) for each in fields(cls)[1:]})
 
     def rate(self, step: int, progress: float) -> float:
         """Return the rate of step `step` (the first is 1) when `progress` (0 to 1) of the budget was spent before it.
@@ -51,34 +53,33 @@ class Schedule:
             return max(self.lr * min(step / peak, math.sqrt(peak / step)), lowest)
         rate = self.lr * (min(1.0, step / self.warmup_steps) if self.warmup_steps else 1.0)
         if self.name in ("plateau", "divide_on_plateau"):
-            return max(rate * self._scale, lowest)
+            return max(rate * float(self._state["scale"]), lowest)
         if self.name == "constant" or step < self.warmup_steps:
             return rate
-        if self._decay_start is None:
-            self._decay_start = min(progress, 1.0)
-        span = 1.0 - self._decay_start
-        decayed = min(max((progress - self._decay_start) / span, 0.0), 1.0) if span > 0.0 else 1.0
+        if self._state["decay_start"] is None:
+            self._state["decay_start"] = min(progress, 1.0)
+        start = float(self._state["decay_start"])
+        decayed = min(max((progress - start) / (1.0 - start), 0.0), 1.0) if start < 1.0 else 1.0
         share = 1.0 - decayed if self.name == "linear" else 0.5 * (1.0 + math.cos(math.pi * decayed))
         minimum = self.min_lr / self.lr
         return self.lr * (minimum + (1.0 - minimum) * share)
 
     def observe(self, loss: float) -> None:
         """Record a validation loss; only the plateau schedules use it."""
-        if loss < self._best_loss:
-            self._best_loss, self._bad = loss, 0
+        state = self._state
+        if loss < state["best_loss"]:
+            state |= {"best_loss": loss, "bad": 0}
         elif self.name == "divide_on_plateau":
-            self._scale /= self.plateau_divisor
+            state["scale"] /= self.plateau_divisor
         else:
-            self._bad += 1
-            if self._bad > self.plateau_patience and self.name == "plateau":
-                self._scale, self._bad = self._scale * self.plateau_factor, 0
+            state["bad"] += 1
+            if state["bad"] > self.plateau_patience and self.name == "plateau":
+                state |= {"scale": state["scale"] * self.plateau_factor, "bad": 0}
 
     def state_dict(self) -> dict[str, Any]:
         """Return what a resumed run needs to give the same rates."""
-        state = {"decay_start": self._decay_start, "scale": self._scale}
-        return {**state, "best_loss": self._best_loss, "bad": self._bad}
+        return dict(self._state)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue from `state_dict()`."""
-        self._decay_start = state["decay_start"]
-        self._scale, self._best_loss, self._bad = state["scale"], state["best_loss"], state["bad"]
+        self._state = {name: state[name] for name in self._state}

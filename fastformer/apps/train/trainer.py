@@ -1,14 +1,15 @@
 """`Trainer`: the training loop of all models.
 
 The loop is independent of the task: it takes batches, a function that sums a batch's loss over its real tokens, and a
-function that validates. `update.py` makes a step, `run_state.py` saves and resumes, `records.py` writes and shows
-metrics, and `time_budget.py` decides how much time a budget in minutes leaves for validation. Under torchrun each
-process takes its share of every batch (`processes.py`); process 0 validates and writes.
+function that validates. `update.py` makes a step, `run_state.py` saves and resumes, `validation.py` decides how much
+time a budget in minutes leaves for validation. Under torchrun each process takes its share of every batch
+(`processes.py`); process 0 validates and writes.
 
 The host waits for the device only for a record (every `log_every` steps). On a CPU a loss that is not finite stops the
 run before it reaches the weights; on a GPU at the next record, and before a checkpoint is written.
 """
 
+import math
 import time
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
@@ -21,20 +22,19 @@ import torch
 from torch import Tensor, nn
 
 from fastformer.apps.system.run_lock import locked
-from fastformer.apps.train.batch_source import BatchSource
-from fastformer.apps.train.checkpoint import Checkpoint
+from fastformer.apps.train.checkpoint import Checkpoint, average_checkpoints
 from fastformer.apps.train.checkpoint_folder import INTERIM
-from fastformer.apps.train.config import TrainConfig, check_threads
+from fastformer.apps.train.config import TrainConfig, check_machine
 from fastformer.apps.train.graphs import new_update
 from fastformer.apps.train.interrupt import Interrupt
-from fastformer.apps.train.metrics import RunningSums, is_better
-from fastformer.apps.train.processes import ProcessError, Processes
-from fastformer.apps.train.randomness import seed_everything
-from fastformer.apps.train.records import Records
-from fastformer.apps.train.run_state import Position, Result, RunState
+from fastformer.apps.train.metrics import MetricsLog, RunningSums, is_better
+from fastformer.apps.train.parallel import gathered
+from fastformer.apps.train.processes import Processes, connection_was_lost, lost_connections_named
+from fastformer.apps.train.progress import Progress, describe
+from fastformer.apps.train.randomness import preserved_randomness, seed_everything
+from fastformer.apps.train.run_state import BatchSource, Position, Result, RunState
 from fastformer.apps.train.schedules import Schedule
-from fastformer.apps.train.time_budget import TimeBudget
-from fastformer.apps.train.validation import Evaluation
+from fastformer.apps.train.validation import TimeBudget, Validation, check_values
 from fastformer.apps.train.weights import put_weights
 
 _NOTICE = "finishing this step, then saving and validating; press Ctrl-C again to stop at once"
@@ -67,34 +67,24 @@ class Trainer:
         show: bool = True,
         clock: Callable[[], float] | None = None,
     ) -> None:
-        check_threads(config.threads)
-        if architecture is None and is_dataclass(getattr(model, "config", None)):
-            architecture = model.config
         self.model, self.config, self.folder = model, config, Path(folder)
         self.device = next(model.parameters()).device
-        self._batches, self._architecture = batches, architecture
+        self._batches, self._validation = batches, validate
         self._processes = processes = Processes.current()
+        check_machine(config, self.device, processes.world)
+        if architecture is None and is_dataclass(getattr(model, "config", None)):
+            architecture = model.config
         self._clock = clock or (time.process_time if config.clock == "cpu" else time.monotonic)
         self._wall_clock = clock or time.monotonic
         self._update = new_update(model, loss, config, processes, getattr(batches, "longest", None))
-        self._schedule = Schedule(
-            config.schedule, config.lr, config.warmup_steps, config.min_lr,
-            config.plateau_factor, config.plateau_patience, config.plateau_divisor,
-        )  # fmt: skip
         self._sums = RunningSums(self.device, skips=config.precision == "fp16")
         self._state = RunState(
-            self.folder, config, model, self._update, self._schedule, self._sums, processes, architecture
+            self.folder, config, model, self._update, Schedule.of(config), self._sums, processes, architecture
         )
         self.checkpoints = self._state.checkpoints
-        self._records = Records(
-            self.folder, config, self._state, batches, processes, show, self._seconds, self._wall_clock
-        )
-        self._time, self._evaluation = TimeBudget(config, validate is not None), None
-        if validate is not None:
-            self._evaluation = Evaluation(
-                validate, model, self._update, processes, self._state, self._records, self._time, config.metric,
-                self._clock,
-            )  # fmt: skip
+        self._progress = Progress(show and processes.is_main, clock=self._wall_clock)
+        self._time = TimeBudget(config, validate is not None)
+        self._log: MetricsLog | None = None  # open in process 0, while `fit` runs
         self._start, self._save_at = 0.0, 0.0  # by the clock, by the wall clock
         if config.threads is not None:
             torch.set_num_threads(config.threads)
@@ -119,7 +109,7 @@ class Trainer:
     def load_best(self) -> Checkpoint:
         """Put the weights of the best checkpoint (the last one when none was validated) into the model."""
         checkpoint = self.checkpoints.open(self.checkpoints.best_or_last())
-        checkpoint.load_into(self.model, self._architecture)
+        checkpoint.load_into(self.model, self._state.architecture)
         return checkpoint
 
     def fit(self) -> Result:
@@ -131,31 +121,32 @@ class Trainer:
         another process writes to the folder.
         """
         with ExitStack() as stack:
+            stack.enter_context(lost_connections_named())
             self._processes.on_main(lambda: self._lock(stack))
             if self._state.saved_step < 0 and self.checkpoints.paths():  # a run may have ended at step 0
                 raise ValueError(f"folder={self.folder} already holds checkpoints; resume from them or choose another")
-            stack.callback(self._records.close)
-            self._begin()
-            progress = stack.enter_context(self._records.progress)
+            if self._processes.is_main:
+                self._log = MetricsLog(self.folder, self._at.records, self.config.tensorboard)
+                stack.callback(self._log.close)
+            self._processes.wait()
+            self._start = self._clock() - self._at.seconds
+            self._sums.start(self._clock())
+            self._save_at = self._wall_clock() + 60 * self.config.save_minutes
+            self.model.train()
+            self._update.optimizer.zero_grad()  # drops gradients of a step that an error ended, or of the caller
+            progress = stack.enter_context(self._progress)
             self._interrupt = stack.enter_context(Interrupt(lambda: progress.line(_NOTICE)))
             saves = f"saved every {self.config.save_minutes:g} minutes and with each validation"
             progress.line(f"training begins: {self.config.end}; {saves}")
             reason = self._train()
             self._finish(reason)
-            return self._state.result(reason, self._interrupt.signal)
+            at, kept = self._at, self.checkpoints
+            values = self._state.metrics, kept.best_value(), kept.best(), self._interrupt.signal
+            return Result(reason, at.step, at.epoch, at.tokens, at.seconds, *values)
 
     def _lock(self, stack: ExitStack) -> None:
         self.folder.mkdir(parents=True, exist_ok=True)
         stack.enter_context(locked(self.folder))
-
-    def _begin(self) -> None:
-        self._records.open()
-        self._processes.wait()
-        self._start = self._clock() - self._at.seconds
-        self._sums.start(self._clock())
-        self._save_at = self._wall_clock() + 60 * self.config.save_minutes
-        self.model.train()
-        self._update.optimizer.zero_grad()  # drops gradients of a step that an error ended, or of the caller
 
     def _train(self) -> str:
         """Train until the run ends, and return the reason."""
@@ -165,7 +156,7 @@ class Trainer:
             batches = iter(self._batches.epoch(self._at.epoch, self._at.batch))
             while group := list(islice(batches, self.config.accumulate)):
                 self._step(group)
-                self._records.report(lambda: self._update.loss_scale, self._clock)
+                self._report()
                 due = self.config.validate_every is not None and self._at.step % self.config.validate_every == 0
                 if due and not self._validate_and_save():
                     return "patience"
@@ -175,9 +166,9 @@ class Trainer:
                 raise ValueError(f"batches: epoch {self._at.epoch} has no batch")
             self._at.epoch, self._at.batch = self._at.epoch + 1, 0
             self._state.check_finite(self._at.step)
-            mean = self._records.write("epoch", self._sums.take_epoch())
+            mean = self._write("epoch", self._sums.take_epoch())
             goes_on = self.config.validate_every is not None or self._validate_and_save()
-            self._records.show(mean)
+            self._show(mean)
             if not goes_on:
                 return "patience"
         return reason
@@ -185,7 +176,7 @@ class Trainer:
     def _step(self, batches: list[Any]) -> None:
         """Make one step of the optimizer."""
         started = self._clock()
-        rate = self._schedule.rate(self._at.step + 1, self._at.spent(self.config, self._batches))
+        rate = self._state.schedule.rate(self._at.step + 1, self._at.spent(self.config, self._batches))
         loss, norm, tokens = self._update.gradients(batches)
         self._sums.add(loss, norm, tokens, rate)
         if self.device.type == "cpu":
@@ -198,10 +189,10 @@ class Trainer:
 
     def _end(self) -> str | None:
         """Decide with the other processes whether the run ends here; save and measure if it is time for that."""
-        seconds, reserve = self._seconds(), self._time.reserve(self._at.share)
+        reserve = self._time.reserve(self._at.share)
         due = self._at.step > max(self._state.saved_step, 0) and self._wall_clock() >= self._save_at
         (self._at.seconds, self._at.reserve, save), interrupted = self._processes.agree(
-            (seconds, self._at.reserve if reserve is None else reserve, float(due)), self._interrupt.requested
+            (self._seconds(), self._at.reserve if reserve is None else reserve, float(due)), self._interrupt.requested
         )
         reason = "interrupted" if interrupted else self._at.end(self.config)
         measure = self._time.must_measure(self._at.seconds)
@@ -209,8 +200,8 @@ class Trainer:
             paused = self._clock()
             if save or self._state.saved_step < 0:
                 self._save_unrated(INTERIM)
-            if measure and self._evaluation is not None:
-                self._evaluation.measure()
+            if measure:
+                self._measure()
             self._sums.pause(self._clock() - paused)
         return reason
 
@@ -218,34 +209,67 @@ class Trainer:
         """Validate and save as the configuration asks for; return False if `patience` is used up."""
         self._state.check_finite(self._at.step)
         paused, best, record = self._clock(), None, None
-        if self._evaluation is not None:
+        if self._validation is not None:
             self._at.validation_due = True
             if self._state.saved_step < 0:
                 self._save_unrated(INTERIM)
-            value, record = self._evaluate("validation")
+            value, record = self._validate("validation")
             if is_better(self.config.metric, value, self._at.best_value):
                 self._at.best_value, self._at.worse, best = value, 0, value
             else:
                 self._at.worse += 1
             if "loss" in self._state.metrics:
-                self._schedule.observe(self._state.metrics["loss"])
+                self._state.schedule.observe(self._state.metrics["loss"])
         self._at.validation_due = False
         self._save(best)
-        self._records.show(record, best is not None)
+        self._show(record, best is not None)
         self._sums.pause(self._clock() - paused)
         return self.config.patience is None or self._at.worse < self.config.patience
 
-    def _evaluate(self, kind: str) -> tuple[float, dict[str, Any] | None]:
-        """Validate as `Evaluation.run`; if that fails, save the training so far before raising the error."""
-        assert self._evaluation is not None
+    def _validate(self, kind: str) -> tuple[float, dict[str, Any] | None]:
+        """Validate in process 0, while the others wait, and return the value of the metric and the record.
+
+        If that fails, save the training so far before raising the error.
+        """
         try:
-            return self._evaluation.run(kind)
+            self._measure()
+            share, started = self._at.share, self._clock()
+            with gathered(self._update.module):
+                metrics = self._processes.on_main(lambda: check_values(self._scores(share), self.config.metric))
         except Exception as error:
             self._state.metrics = {}
-            all_here = not isinstance(error, ProcessError) or error.reported  # else another process has ended
-            if all_here and self._state.saved_step != self._at.step:
+            if not connection_was_lost(error) and self._state.saved_step != self._at.step:
                 self._save(None)
             raise
+        self._state.metrics = metrics
+        self._time.validation_took(self._clock() - started, share)
+        shared = {} if share == 1 else {"validated_share": share}
+        return metrics[self.config.metric], self._write(kind, {**metrics, **shared})
+
+    def _measure(self) -> None:
+        """Measure once in a run with a budget in minutes what share of the held-out data can be validated."""
+        held_out, at = self._validation, self._at
+        if not self._time.unknown or not isinstance(held_out, Validation):
+            return
+        with gathered(self._update.module):
+            spent, share = self._processes.on_main(lambda: self._time.measure(self._scores, held_out.size, self._clock))
+        self._time.validation_took(spent, share)
+        if at.best_value is None and (share := self._time.share()) < at.share:
+            at.share = share
+            self._progress.line(
+                f"validation: on {held_out.count(share):,} of {held_out.size:,}, because all would take more than a "
+                "tenth of --minutes; `fastformer evaluate` scores them all"
+            )
+
+    def _scores(self, share: float) -> Mapping[str, float | str]:
+        """Validate in eval mode without gradients, and restore the random generators."""
+        assert self._validation is not None
+        self.model.eval()
+        with self._update.autocast(), torch.no_grad(), preserved_randomness():
+            arguments = {"share": share} if share < 1 else {}
+            scores = self._validation(self.model, **arguments)
+        self.model.train()
+        return scores
 
     def _save_unrated(self, name: str | None = None) -> None:
         """Save weights that were not validated; the next checkpoint replaces one named INTERIM."""
@@ -255,38 +279,72 @@ class Trainer:
 
     def _save(self, best: float | None, name: str | None = None) -> None:
         started = self._clock()
-        self._records.count()
+        if self._log is not None:
+            self._at.seconds, self._at.records = self._seconds(), self._log.count
         self._state.save(started, best, name)
         self._save_at = self._wall_clock() + 60 * self.config.save_minutes
-        self._time.save_took(self._clock() - started)
+        self._time.save_seconds = self._clock() - started
 
     def _finish(self, reason: str) -> None:
         """Save and validate at the end; the saved state is that before the validation, as a longer run needs it."""
         if self._state.saved_step != self._at.step or self._state.saved_interim:
             self._save_unrated()
         # Also if a run that ended, or was killed at this point, is resumed without a longer budget.
-        if self._evaluation is not None and not self._state.metrics:
-            value, record = self._evaluate("validation")
+        if self._validation is not None and not self._state.metrics:
+            value, record = self._validate("validation")
             best = self._processes.on_main(lambda: self._state.mark_if_best(self.checkpoints.last(), value))
-            self._records.show(record, best)
+            self._show(record, best)
         if self.config.average > 1 and reason != "interrupted":
             self._average()
-        self._records.progress.line(f"ended at step {self._at.step:,}: {reason}")
+        self._progress.line(f"ended at step {self._at.step:,}: {reason}")
 
     def _average(self) -> None:
         """Validate and save the average of the last checkpoints; the model keeps its weights."""
         weights = {name: tensor.clone() for name, tensor in self.model.state_dict().items()}
         metrics, best, record = self._state.metrics, None, None
         try:
-            self._state.load_average()
-            if self._evaluation is not None:
-                value, record = self._evaluate("average")
+            averaged = average_checkpoints(self.checkpoints.paths()[-self.config.average :])
+            put_weights(self.model, averaged, self.checkpoints.folder)
+            if self._validation is not None:
+                value, record = self._validate("average")
                 best = value if is_better(self.config.metric, value, self.checkpoints.best_value()) else None
-            self._state.save_average(best)
+            self._state.write(None, best)
         finally:
             put_weights(self.model, weights, self.checkpoints.folder)
             self._state.metrics = metrics
-        self._records.show(record, best is not None)
+        self._show(record, best is not None)
+
+    def _write(self, kind: str, values: Mapping[str, Any]) -> dict[str, Any] | None:
+        """Write a record and return it; None in a process that does not write."""
+        if self._log is None:
+            return None
+        at = self._at
+        at.seconds = self._seconds()
+        record = self._log.write(kind, at.step, epoch=at.shown_epoch, seconds=at.seconds, **values)
+        if kind in ("train", "epoch"):  # a validation's record counts once it is saved
+            at.records = self._log.count
+        return record
+
+    def _show(self, record: dict[str, Any] | None, best: bool = False) -> None:
+        """Show a record; to be called once the results in it are saved."""
+        if record is not None:
+            kind = "mean of training" if record["kind"] == "epoch" else record["kind"]
+            self._progress.line(f"{kind}: {describe(record)}" + ("  best so far, saved" if best else ""))
+
+    def _report(self) -> None:
+        """Write a record every `log_every` steps, and show the progress every few seconds."""
+        at = self._at
+        if at.step % self.config.log_every == 0:
+            self._state.check_finite(at.step)
+            values, scale = self._sums.take(self._clock()), self._update.loss_scale
+            record = self._write("train", values if scale is None else {**values, "loss_scale": scale})
+        elif self._progress.due():
+            record = {"step": at.step, "epoch": at.shown_epoch, **self._sums.values(self._clock())}
+        else:
+            return
+        if record is not None:
+            spent = at.spent(self.config, self._batches)
+            self._progress.step(record, spent, at.seconds * (1 - spent) / spent if spent else math.inf)
 
     def _seconds(self) -> float:
         return self._clock() - self._start

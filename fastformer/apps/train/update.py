@@ -6,11 +6,16 @@ tokens are divided into batches, accumulated and shared between processes.
 precision="fp16" multiplies the loss by a scale that keeps small gradients above fp16's smallest number
 (torch.amp.GradScaler): a step whose gradients overflow is skipped, and the scale halved; after 2,000 steps without, it
 is doubled (Micikevicius et al. 2018, Mixed Precision Training, section 3.2).
+
+compile compiles the model's forward and backward as one graph for batches of all shapes. Only training steps call the
+compiled model; validation, checkpoints and the optimizer use the model itself, so a run may be resumed with or without
+compilation. The loss is not compiled: its large product is a fused op already.
 """
 
 import math
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, ExitStack
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -18,13 +23,13 @@ import torch
 from torch import Tensor, nn
 
 from fastformer.apps.train.config import TrainConfig
-from fastformer.apps.train.optimizers import build_optimizer
-from fastformer.apps.train.parallel import exchange, part_of, whole_norm, wrap
+from fastformer.apps.train.parallel import exchange, part_of, wrap
 from fastformer.apps.train.processes import Processes
 from fastformer.host.autocast import cast_together
 from fastformer.host.autograd_function import seeds_together
 from fastformer.nn.inspection import has_global_hooks, has_own_hooks
 from fastformer.nn.modules import cast_parameters
+from fastformer.packing import Layout
 
 _PRECISIONS = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -32,13 +37,28 @@ _PRECISIONS = {"bf16": torch.bfloat16, "fp16": torch.float16}
 class _Step(nn.Module):
     """Model and loss as one module, whose forward contains every use of a parameter."""
 
-    def __init__(self, model: nn.Module, loss: Callable[[Any, Any], Tensor]) -> None:
+    def __init__(self, model: nn.Module, loss: Callable[[Any, Any], Tensor], backend: str | None) -> None:
         super().__init__()
         self.model, self._loss = model, loss
+        # A list, whose module is no second submodule.
+        self._compiled: list[Any] = [] if backend is None else [torch.compile(model, dynamic=True, backend=backend)]
 
     def forward(self, batch: Any) -> Tensor:
         """Return the summed loss."""
-        return self._loss(self.model, batch)
+        if not self._compiled:
+            return self._loss(self.model, batch)
+        return self._loss(self._compiled[0], _with_layouts(batch))
+
+
+def _with_layouts(batch: Any) -> Any:
+    """Return a batch with layouts in place of lengths, which the compiler cannot read, if it names its sides."""
+    if getattr(batch, "layouts", ()):
+        return batch
+    layouts = {
+        side.lengths: Layout.from_lengths(getattr(batch, side.lengths), getattr(batch, side.inputs[0]).device)
+        for side in getattr(batch, "SIDES", ())
+    }
+    return replace(batch, **layouts) if layouts else batch
 
 
 class Update:
@@ -51,14 +71,14 @@ class Update:
         self, model: nn.Module, loss: Callable[[Any, Any], Tensor], config: TrainConfig, processes: Processes
     ) -> None:
         self.device = next(model.parameters()).device
-        self._runs_known_code = runs_known_code(model, loss)  # before `wrap` changes classes
+        self._runs_known_code = _runs_known_code(model, loss)  # before `wrap` changes classes
         dtype, compiled = _PRECISIONS.get(config.precision), config.compile is not None
-        self.module = wrap(_Step(model, loss), config.parallel, processes, dtype, compiled)
+        self.module = wrap(_Step(model, loss, config.compile), config.parallel, processes, dtype, compiled)
         self.optimizer = build_optimizer(model, config)
         self.parameters: list[Tensor] = [p for group in self.optimizer.param_groups for p in group["params"]]
         self._config, self._processes = config, processes
         # Several processes exchange gradients parameter by parameter; a compiler casts on its own.
-        together = self._runs_known_code and processes.world == 1 and config.compile is None
+        together = self._runs_known_code and processes.world == 1 and not compiled
         self._cast = cast_parameters(model) if together else []
         self._called = list(model.modules())
         self._scaler = torch.amp.GradScaler(self.device.type, enabled=config.precision == "fp16")
@@ -83,13 +103,12 @@ class Update:
         total = torch.zeros((), device=self.device)
         for number, batch in enumerate(batches, start=1):
             share, counts = self._processes.share(batch)
-            with exchange(self.module, self._processes, last=number == len(batches)):
+            with exchange(self.module, last=number == len(batches)):
                 on_device = share.to(self.device, non_blocking=True)
                 loss = self.backward(on_device, max(tokens, 1) if counts else math.inf)
                 total += loss if counts else 0.0
         self._processes.sum(total)
-        with self._processes.contact():  # for sharded gradients, the processes exchange whether all are finite
-            self._scaler.unscale_(self.optimizer)
+        self._scaler.unscale_(self.optimizer)
         return total, self.norm(), tokens
 
     def backward(self, batch: Any, tokens: float | Tensor) -> Tensor:
@@ -109,9 +128,9 @@ class Update:
         return loss.detach()
 
     def norm(self) -> Tensor:
-        """Return the norm of the gradients, a scalar."""
-        gradients = [p.grad for p in self.parameters if p.grad is not None]
-        return whole_norm(nn.utils.get_total_norm(gradients), self._processes)
+        """Return the norm of the gradients of all processes, a scalar."""
+        norm: Any = nn.utils.get_total_norm([p.grad for p in self.parameters if p.grad is not None])
+        return norm.full_tensor() if hasattr(norm, "full_tensor") else norm  # type: ignore[no-any-return]
 
     def apply(self, norm: Tensor, rate: float) -> None:
         """Clip the gradients, whose norm is `norm`, and change the parameters by them at the learning rate `rate`."""
@@ -136,18 +155,9 @@ class Update:
 
         Learning rate, weight decay and other options are those of the current configuration, not of the saved one.
         """
-        groups = self.optimizer.state_dict()["param_groups"]
-        self.optimizer.load_state_dict({"state": self._local_state(optimizer), "param_groups": groups})
-        if scaler and self._scaler.is_enabled():
-            self._scaler.load_state_dict(scaler)
-
-    def _local_state(self, state: dict[int, dict[str, Any]]) -> dict[int, dict[str, Any]]:
-        """Return the saved tensors with the parameters' strides, or this process's shards of them.
-
-        The fused optimizers read parameter and state in the order of memory.
-        """
 
         def local(x: Tensor, p: Tensor) -> Tensor:
+            """Return this process's shard, with the parameter's strides: fused optimizers read in memory order."""
             if not x.dim():  # the step
                 return x
             sharded = hasattr(p, "device_mesh")
@@ -156,14 +166,39 @@ class Update:
                 x = torch.empty_strided(x.shape, like.stride(), dtype=x.dtype).copy_(x)
             return part_of(x, p)
 
-        return {
-            index: {key: local(x, p) for key, x in state[index].items()}
+        state = {
+            index: {key: local(x, p) for key, x in optimizer[index].items()}
             for index, p in enumerate(self.parameters)
-            if index in state
+            if index in optimizer
         }
+        groups = self.optimizer.state_dict()["param_groups"]
+        self.optimizer.load_state_dict({"state": state, "param_groups": groups})
+        if scaler and self._scaler.is_enabled():
+            self._scaler.load_state_dict(scaler)
 
 
-def runs_known_code(model: nn.Module, loss: Any) -> bool:
+def build_optimizer(model: nn.Module, config: TrainConfig) -> torch.optim.Optimizer:
+    """Return AdamW (decoupled weight decay), Adam (decay added to the gradient) or SGD with momentum.
+
+    Weight decay applies to parameters of two and more dimensions, embeddings included, not to biases and norms.
+    PyTorch's fused implementations are used on every device: one AdamW step over 3.4 M parameters took 2.9 ms on one
+    CPU core, 12.6 ms with the for-each and the plain loop implementations (torch 2.13).
+    """
+    parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    if not parameters:
+        raise ValueError("model has no parameter that requires a gradient")
+    groups = [
+        {"params": [p for p in parameters if p.dim() >= 2], "weight_decay": config.weight_decay},
+        {"params": [p for p in parameters if p.dim() < 2], "weight_decay": 0.0},
+    ]
+    groups = [group for group in groups if group["params"]]
+    if config.optimizer == "sgd":
+        return torch.optim.SGD(groups, lr=config.lr, momentum=config.momentum, fused=True)
+    kind = torch.optim.AdamW if config.optimizer == "adamw" else torch.optim.Adam
+    return kind(groups, lr=config.lr, betas=config.betas, eps=config.eps, fused=True)
+
+
+def _runs_known_code(model: nn.Module, loss: Any) -> bool:
     """Return whether only code of torch and fastformer runs in a forward pass, by classes, functions and the loss.
 
     Other code may write to a parameter's `.data` in the middle of a forward pass, freeze the parameter for a while, or

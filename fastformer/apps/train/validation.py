@@ -1,4 +1,4 @@
-"""Validation: named values of a model on held-out data, one of which decides if a checkpoint is the best so far."""
+"""Validation of a model on held-out data, and the time that a budget in minutes leaves for it."""
 
 import math
 from collections.abc import Callable, Mapping
@@ -6,20 +6,16 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
-from torch import nn
 
-from fastformer.apps.train.metrics import OF_RECORD
-from fastformer.apps.train.parallel import gathered
-from fastformer.apps.train.processes import Processes
-from fastformer.apps.train.randomness import preserved_randomness
-from fastformer.apps.train.records import Records
-from fastformer.apps.train.run_state import RunState
-from fastformer.apps.train.time_budget import TimeBudget
-from fastformer.apps.train.update import Update
+from fastformer.apps.train.config import TrainConfig
 
+OF_RECORD = ("kind", "step", "epoch", "seconds")  # fields of every record beside its values
 _SMALLEST_TRIAL = 8  # examples; one alone takes as long as several if each token is decoded in a step
+_VALIDATION = 0.1  # largest part of the budget that one validation may take
+_TRIAL = 0.01  # part of the budget that a trial validation takes
+_MEASURE_BY = 0.5  # part of the budget after which the cost of a validation is measured if none was due before
+_RECENT = 0.2  # weight of the last step in the mean duration of a step
 
 
 @dataclass(frozen=True)
@@ -42,81 +38,12 @@ class Validation:
         return min(max(int(share * self.size), 1), self.size)
 
 
-class Evaluation:
-    """Validates `model` in process 0, while the other processes wait, and records the values.
-
-    With a budget in minutes, a `Validation` scores the share of the data that there is time for; any other `validate`
-    (see `Trainer`) is called as it is. All processes call the same methods. clock: returns the seconds of the budget.
-    """
-
-    def __init__(
-        self,
-        validate: Callable[[Any], Mapping[str, float | str]],
-        model: nn.Module,
-        update: Update,
-        processes: Processes,
-        state: RunState,
-        records: Records,
-        budget: TimeBudget,
-        metric: str,
-        clock: Callable[[], float],
-    ) -> None:
-        self._validate, self._model, self._metric, self._clock = validate, model, metric, clock
-        self._update, self._processes = update, processes
-        self._state, self._records, self._budget = state, records, budget
-
-    def run(self, kind: str) -> tuple[float, dict[str, Any] | None]:
-        """Validate, write a record of this kind, and return the value of the metric and the record to show."""
-        self.measure()
-        share, started = self._state.at.share, self._clock()
-        with gathered(self._update.module, self._processes):
-            metrics = self._processes.on_main(lambda: check_values(self._values(share), self._metric))
-        self._state.metrics = metrics
-        self._budget.validation_took(self._clock() - started, share)
-        shared = {} if share == 1 else {"validated_share": share}
-        return metrics[self._metric], self._records.write(kind, {**metrics, **shared})
-
-    def measure(self) -> None:
-        """Measure once in a run with a budget in minutes what share of the held-out data can be validated."""
-        seconds, held_out, at = self._budget.trial_seconds, self._validate, self._state.at
-        if self._budget.knows_validation or seconds is None or not isinstance(held_out, Validation):
-            return
-        with gathered(self._update.module, self._processes):
-            spent, share = self._processes.on_main(lambda: self._trial(seconds, held_out.size))
-        self._budget.validation_took(spent, share)
-        if at.best_value is None and (share := self._budget.share()) < at.share:
-            at.share = share
-            self._records.progress.line(
-                f"validation: on {held_out.count(share):,} of {held_out.size:,}, because all would take more than a "
-                "tenth of --minutes; `fastformer evaluate` scores them all"
-            )
-
-    def _trial(self, seconds: float, size: int) -> tuple[float, float]:
-        """Validate on more and more examples until that takes `seconds`; return its duration and its share of them."""
-        count = min(_SMALLEST_TRIAL, size)
-        while True:
-            begun = self._clock()
-            self._values(count / size)
-            spent = self._clock() - begun
-            if spent >= seconds or count == size:
-                return spent, count / size
-            count = min(4 * count if spent < seconds / 4 else 2 * count, size)
-
-    def _values(self, share: float) -> dict[str, Any]:
-        """Validate in eval mode without gradients, and restore the random generators."""
-        self._model.eval()
-        with self._update.autocast(), torch.no_grad(), preserved_randomness():
-            scores = self._validate(self._model, share) if share < 1 else self._validate(self._model)  # type: ignore[call-arg]
-            values = {name: value if isinstance(value, str) else float(value) for name, value in scores.items()}
-        self._model.train()
-        return values
-
-
-def check_values(values: dict[str, Any], metric: str) -> dict[str, Any]:
-    """Return the values, with "perplexity" computed from "loss" if it is absent.
+def check_values(scores: Mapping[str, Any], metric: str) -> dict[str, Any]:
+    """Return a validation's values as floats and texts, with "perplexity" computed from "loss" if it is absent.
 
     Raises ValueError if `metric` is not among the values, or a value is named as a field of every record.
     """
+    values: dict[str, Any] = {name: value if isinstance(value, str) else float(value) for name, value in scores.items()}
     for name in values:
         if not isinstance(name, str) or name in OF_RECORD:
             raise ValueError(f"validate must name its values by texts, none of them {', '.join(OF_RECORD)}: {name!r}")
@@ -127,3 +54,64 @@ def check_values(values: dict[str, Any], metric: str) -> dict[str, Any]:
             f"metric={metric!r} is not among the validation's values: {', '.join(values)}; what was trained is saved"
         )
     return values
+
+
+class TimeBudget:
+    """The measured costs of steps, saves and validations, in seconds of the clock that the budget counts.
+
+    A run with a budget in minutes ends early enough to save and to validate once more. The cost of a validation is
+    stored in steps, so that it follows the speed of the machine: another process on the same cores slows both alike.
+    """
+
+    def __init__(self, config: TrainConfig, validates: bool) -> None:
+        self._limit = None if config.minutes is None else 60 * config.minutes
+        self._at_end = 2 if config.average > 1 else 1  # saves and validations; the average needs one more of each
+        self._steps, self._step, self.save_seconds = 0, 0.0, 0.0
+        self._validation = None if validates else 0.0  # of all held-out data, in steps
+
+    def step_took(self, seconds: float) -> None:
+        """Record the duration of a step. The first one, which may compile and allocate, counts until the second."""
+        self._steps += 1
+        self._step = seconds if self._steps <= 2 else self._step + _RECENT * (seconds - self._step)
+
+    def validation_took(self, seconds: float, share: float) -> None:
+        """Record the duration of a validation, or a trial, on a share of the held-out data."""
+        self._validation = seconds / share / max(self._step, 1e-9)
+
+    @property
+    def unknown(self) -> bool:
+        """Whether there is a budget in minutes and no validation was measured yet."""
+        return self._limit is not None and self._validation is None
+
+    def must_measure(self, seconds: float) -> bool:
+        """Return whether to measure the cost of a validation now, `seconds` after the start of the run."""
+        return self._limit is not None and self.unknown and seconds >= _MEASURE_BY * self._limit
+
+    def measure(self, score: Callable[[float], object], size: int, clock: Callable[[], float]) -> tuple[float, float]:
+        """Score more and more of `size` examples until that takes a hundredth of the budget.
+
+        score: validates on a share of the examples. Returns the seconds and the share of the last trial.
+        """
+        assert self._limit is not None
+        limit, count = _TRIAL * self._limit, min(_SMALLEST_TRIAL, size)
+        while True:
+            begun = clock()
+            score(count / size)
+            spent = clock() - begun
+            if spent >= limit or count == size:
+                return spent, count / size
+            count = min(4 * count if spent < limit / 4 else 2 * count, size)
+
+    def share(self) -> float:
+        """Return the largest share of the held-out data that is validated within a tenth of the budget."""
+        if self._limit is None or not self._validation:
+            return 1.0
+        return min(1.0, _VALIDATION * self._limit / max(self._validation * self._step, 1e-9))
+
+    def reserve(self, share: float) -> float | None:
+        """Return the seconds that the next step and the end of the run take; None before a validation was measured."""
+        if self._limit is None:
+            return 0.0
+        if self._validation is None:
+            return None
+        return self._step + self._at_end * (self.save_seconds + share * self._validation * self._step)

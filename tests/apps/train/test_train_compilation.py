@@ -9,7 +9,7 @@ from torch._dynamo.utils import clear_compilation_metrics, get_compilation_metri
 
 from fastformer.apps.language.model import LanguageModel, language_model_loss
 from fastformer.apps.train import TrainConfig, Trainer, read_metrics
-from fastformer.apps.train.compilation import check_compiler
+from fastformer.apps.train.config import check_machine
 from fastformer.apps.translation.model import TranslationModel, translation_loss
 from fastformer.apps.translation.run import DataConfig, TranslationRun
 from fastformer.nn.stacks import TransformerDecoder, TransformerEncoder
@@ -155,5 +155,5 @@ def test_what_does_not_go_together_is_refused_by_name(tmp_path, monkeypatch):
     missing = DataConfig(train_source=tmp_path / "none", train_target=tmp_path / "none")
     with pytest.raises(ValueError, match=r"'no-such-compiler' is not found"):  # before any data is looked for
         TranslationRun.create(tmp_path / "run", missing, {}, TrainConfig(steps=1, compile="inductor"))
-    check_compiler("inductor", "cuda")
+    check_machine(TrainConfig(steps=1, compile="inductor"), "cuda", world=1)
     assert not list(tmp_path.iterdir())

@@ -15,6 +15,7 @@ import fastformer
 from fastformer.apps.language.model import language_model_loss
 from fastformer.apps.text import Batches, EncodedPairs, LanguageBatch, Sequences
 from fastformer.apps.train import TrainConfig, Trainer, graphs, read_metrics
+from fastformer.apps.train.config import check_machine
 from fastformer.apps.train.fixed_batch import shape_of
 from fastformer.apps.train.graphs import GraphedUpdate, new_update
 from fastformer.apps.train.processes import Processes
@@ -290,7 +291,7 @@ def test_graphs_are_for_one_process_on_a_device_that_has_them(tape, monkeypatch)
     assert type(new_update(random_model(), LOSS, config, Processes())) is GraphedUpdate
     assert type(new_update(random_model(), LOSS, TrainConfig(steps=1), Processes())) is Update
     with pytest.raises(ValueError, match="cuda_graphs=True is for one process, not for 2"):
-        new_update(random_model(), LOSS, config, Processes(0, 2))
+        check_machine(config, "cuda", world=2)
     with pytest.raises(ValueError, match="cuda_graphs=True is for precision fp32 and bf16, not for fp16"):
         TrainConfig(steps=1, cuda_graphs=True, precision="fp16")
     monkeypatch.undo()

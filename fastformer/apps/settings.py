@@ -17,7 +17,7 @@ import re
 import typing
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import MISSING, Field, asdict, field, fields, is_dataclass
-from itertools import islice
+from itertools import takewhile
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, dataclass_transform
 
@@ -120,11 +120,7 @@ class Settings:
 
 
 def check_stated(settings: type[Settings], values: Mapping[str, Any], where: str) -> None:
-    """Check the values of some settings; others may be missing.
-
-    Raises:
-        ValueError: beginning with `where`, naming the first value that is not allowed.
-    """
+    """Check the values of some settings; raise ValueError, beginning with `where`, for the first not allowed."""
     try:
         settings.__pydantic_validator__.validate_python(ArgsKwargs((), dict(values)))  # type: ignore[attr-defined]
     except ValidationError as error:
@@ -154,10 +150,7 @@ def _one_line(error: ErrorDetails, settings: type[Settings], given: Mapping[str,
 
 
 def suggestion(unknown: str, known: Mapping[str, str]) -> str:
-    """Return the end of a message that suggests similar known names; if there are none, list all.
-
-    known: name -> help.
-    """
+    """Return the end of a message that suggests similar names of `known` (name -> help), or lists all."""
     near = nearest(unknown, known)
     return f"; did you mean {' or '.join(map(repr, near))}?" if near else f"; known: {', '.join(sorted(known))}"
 
@@ -189,13 +182,12 @@ def _words(text: str) -> list[str]:
 
 def _has(text: str, word: str) -> bool:
     """Return whether a text has a word or one with the same beginning: accumulate, accumulation; vocab, vocabulary."""
-
-    def alike(other: str) -> bool:
-        shorter = min(len(word), len(other))
-        common = next((i for i in range(shorter) if word[i] != other[i]), shorter)
-        return word == other or common >= 6 or common == len(word) >= 3 or common == len(other) >= 4
-
-    return any(map(alike, _words(text)))
+    pairs = {other: zip(word, other, strict=False) for other in _words(text)}
+    common = {other: len(list(takewhile(lambda pair: pair[0] == pair[1], each))) for other, each in pairs.items()}
+    return any(
+        word == other or shared >= 6 or shared == len(word) >= 3 or shared == len(other) >= 4
+        for other, shared in common.items()
+    )
 
 
 def declared(settings: type) -> list[tuple["Field[Any]", Any]]:
@@ -211,24 +203,19 @@ def helps(settings: type) -> dict[str, str]:
 
 def facts(item: "Field[Any]") -> dict[str, Any]:
     """Return the arguments of `setting` for a field, without default and help."""
-    return dict(item.metadata["json_schema_extra"])
+    return dict(item.metadata.get("json_schema_extra", {}))
 
 
 def befores(settings: type) -> dict[str, Any]:
     """Return the settings that older files lack, each with the value it has in such files."""
-    values = {item.name: item.metadata.get("json_schema_extra", {}).get("before", MISSING) for item in fields(settings)}
+    values = {item.name: facts(item).get("before", MISSING) for item in fields(settings)}
     return {name: before for name, before in values.items() if before is not MISSING}
 
 
 def explained(item: "Field[Any]", settings: Sequence[type]) -> str:
-    """Return a setting's line of help: meaning, choices, bounds and conditions.
-
-    Args:
-        item: field of one of `settings`.
-        settings: classes that conditions of the field may name.
-    """
+    """Return a setting's line of help: meaning, choices, bounds and conditions, which may name fields of `settings`."""
     stated = facts(item)
-    only = ", ".join(words(name, condition, settings) for name, condition in stated["only"].items())
+    only = ", ".join(_in_words(name, condition, settings) for name, condition in stated["only"].items())
     notes = "; ".join(filter(None, (allowed_range((), stated["bounds"]), only and f"only {only}")))
     choices = f": {', '.join(stated['choices'])}" if stated["choices"] else ""
     return f"{item.metadata['description']}{choices}{notes and f' ({notes})'}"
@@ -244,25 +231,22 @@ def default_text(item: "Field[Any]") -> str:
 
 
 def refuse_idle(given: Given, sections: Mapping[str, Any], *others: Any) -> None:
-    """Raise ValueError for settings that were given and have no effect.
+    """Raise ValueError for settings that were given and have no effect, naming all and the unmet conditions.
 
     Args:
         given: settings that a user stated, by section; False needs no effect.
         sections: all settings, by section.
         others: further objects whose attributes conditions may name.
-
-    Raises:
-        ValueError: naming all such settings, and the unmet conditions.
     """
     everything = (*sections.values(), *others)
     idle = []
     for section, settings in sections.items():
-        stated = given.get(section, {})
+        stated = {name for name, value in given.get(section, {}).items() if value is not False}
         for item in fields(settings):
-            if item.name in stated and stated[item.name] is not False:
-                for name, condition, value in islice(unmet(item, everything), 1):
-                    actual = "" if condition in (None, SET) else f", not {words(name, value, everything)}"
-                    idle.append(f"{item.name} has an effect only {words(name, condition, everything)}{actual}")
+            if item.name in stated and (failed := next(unmet(item, everything), None)) is not None:
+                name, condition, value = failed
+                actual = "" if condition in (None, SET) else f", not {_in_words(name, value, everything)}"
+                idle.append(f"{item.name} has an effect only {_in_words(name, condition, everything)}{actual}")
     if idle:
         raise ValueError(f"{'; '.join(idle)}; leave {'it' if len(idle) == 1 else 'them'} out")
 
@@ -270,12 +254,13 @@ def refuse_idle(given: Given, sections: Mapping[str, Any], *others: Any) -> None
 def unmet(item: "Field[Any]", settings: Sequence[Any]) -> Iterator[tuple[str, Any, Any]]:
     """Yield the conditions of a field that do not hold: name, allowed values, actual value."""
     for name, condition in facts(item)["only"].items():
-        for value in islice((getattr(each, name) for each in settings if hasattr(each, name)), 1):
-            if not (value is not None if condition == SET else value in _values(condition)):
-                yield name, condition, value
+        owner = next((each for each in settings if hasattr(each, name)), None)
+        value = getattr(owner, name, None)
+        if owner is not None and not (value is not None if condition == SET else value in _values(condition)):
+            yield name, condition, value
 
 
-def words(name: str, condition: Any, settings: Sequence[Any]) -> str:
+def _in_words(name: str, condition: Any, settings: Sequence[Any]) -> str:
     """Return a condition in words; `settings` are classes or instances, by which fields differ from properties."""
     if condition is None:
         return f"without {name}"
@@ -291,12 +276,7 @@ def _values(condition: Any) -> tuple[Any, ...]:
 
 
 def refuse_fixed(changes: Mapping[str, Any], settings: Settings) -> None:
-    """Raise ValueError naming a setting that a resumed run cannot change.
-
-    Args:
-        changes: name -> the new value.
-        settings: of the run so far.
-    """
+    """Raise ValueError naming the first of the changes (name -> new value) that a resumed run cannot make."""
     for item in fields(settings):
         before = getattr(settings, item.name)
         if facts(item)["fixed"] and item.name in changes and changes[item.name] != before:

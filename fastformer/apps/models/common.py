@@ -23,12 +23,9 @@ from fastformer.packing import Layout, pack, unpack
 def tie(model: Any, _keys: object = None) -> None:
     """Tie the weights of the modules that `model.tied()` pairs.
 
-    It is also a hook of `load_state_dict`, whose `assign=True` unties weights. A weight that is no parameter of its
-    module, as in adapters, parametrised and pruned modules, is not changed.
-
-    Args:
-        model: its `tied()` returns pairs of modules; the first gets the second's weight.
-        _keys: incompatible keys, which load_state_dict passes to hooks.
+    The first module of a pair gets the second's weight, unless one of them is no parameter of its module, as in
+    adapters, parametrised and pruned modules. This is also a hook of `load_state_dict`, which passes incompatible keys,
+    and whose `assign=True` unties weights.
     """
     for module, source in model.tied():
         weight, shared = (each._parameters.get("weight") for each in (module, source))
@@ -50,13 +47,8 @@ def check_tokenizer(side: str, tokenizer: Tokenizer, size: int, config: Any = No
 def packed_ids(name: str, ids: Tensor, lengths: Tensor | Layout) -> tuple[Tensor, Layout]:
     """Return the packed form `[T]` and the layout of ids that are packed `[T]` or padded `[B, length]`.
 
-    Args:
-        name: of the ids, for messages.
-        ids: int64.
-        lengths: int64 `[B]`, on the CPU; or an existing layout, which torch.compile needs.
-
-    Raises:
-        ValueError: ids are of another shape.
+    lengths: int64 `[B]`, on the CPU; or an existing layout, which torch.compile needs. Raises ValueError, beginning
+    with `name`, for ids of another shape.
     """
     check_types((name,), ids)
     layout = lengths if isinstance(lengths, Layout) else Layout.from_lengths(lengths, ids.device)
@@ -78,11 +70,7 @@ def exported(lengths: Tensor | Layout) -> TypeGuard[Tensor]:
 
 
 def real_of(name: str, ids: Tensor, lengths: Tensor) -> Tensor:
-    """Return the mask of the real tokens of padded ids, bool `[B, length]`.
-
-    Raises:
-        ValueError: ids are of another shape.
-    """
+    """Return the mask of the real tokens of padded ids, bool `[B, length]`; raise ValueError for another shape."""
     if ids.dim() != 2:
         raise ValueError(f"{name} must be padded [B, length] for torch.export, not {list(ids.shape)}")
     return torch.arange(ids.shape[1], device=ids.device) < lengths.to(ids.device)[:, None]
@@ -118,11 +106,7 @@ def summed_cross_entropy(
 
 
 def sequences_of(name: str, ids: Tensor, lengths: Tensor | Layout | None) -> tuple[Tensor, Layout]:
-    """Return packed ids and their layout as `packed_ids`; without lengths, the ids are one sequence `[T]`.
-
-    Raises:
-        ValueError: ids are of another shape.
-    """
+    """Return packed ids and their layout as `packed_ids`; without lengths, the ids are one sequence `[T]`."""
     if lengths is None and ids.dim() != 1:
         raise ValueError(f"{name} must be [T], one sequence, where no lengths are given, not {list(ids.shape)}")
     return packed_ids(name, ids, torch.tensor([len(ids)], device="cpu") if lengths is None else lengths)

@@ -17,10 +17,8 @@ RANGES = {"normal": 0.02, "uniform": 0.1}  # defaults of the distributions with 
 def initialise(model: nn.Module, settings: Any, output_is_over_vocabulary: bool = True) -> None:
     """Draw all weight matrices of a model, in the order of its parameters; the bias of its output becomes 0.
 
-    Args:
-        model: with its embeddings in `Embedding` modules and its output projection in `output`, not tied yet.
-        settings: `ModelSettings`.
-        output_is_over_vocabulary: False: the output projects to classes, and is drawn as the other matrices.
+    The model's embeddings are `Embedding` modules and its output projection `output`, not tied yet. settings:
+    `ModelSettings`. output_is_over_vocabulary=False: the output projects to classes, and is drawn as other matrices.
     """
     width = settings.d_model**-0.5
     matrices = _drawing(settings.initialisation, settings.initialisation_range, RANGES["normal"])

@@ -27,14 +27,7 @@ def describe_model(network: Callable[[Any], nn.Module], config: Any, layers: int
 
 
 def check_memory(settings: Any) -> None:
-    """Raise ValueError for a model that this machine cannot hold in fp32.
-
-    Args:
-        settings: of a model, with `matrix_numbers`.
-
-    Raises:
-        ValueError: naming the needed and the available memory.
-    """
+    """Raise ValueError if the matrices of a model with these settings exceed this machine's memory in fp32."""
     needed, available = 4 * settings.matrix_numbers, _memory()
     if available is not None and needed > available:
         raise ValueError(

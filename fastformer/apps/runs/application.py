@@ -1,6 +1,5 @@
 """`Application`: describe one kind of run; read, write and check the run folders of that kind."""
 
-import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import MISSING, dataclass, field, fields
 from pathlib import Path
@@ -121,9 +120,8 @@ class Application:
     ) -> tuple[nn.Module, tuple[Tokenizer, ...], dict[str, Any]]:
         """Return a model from transformers, its tokenizers, and its settings, changed by the given ones.
 
-        Raises:
-            ValueError: runs of this kind cannot begin with such a model, or a given setting cannot be changed.
-            FileNotFoundError, ImportError: see `pretrained`.
+        Raises ValueError if runs of this kind cannot begin with it or a given setting cannot be changed; also the
+        errors of `pretrained`.
         """
         self.check_begins()
         assert self.pretrained is not None
@@ -175,9 +173,7 @@ class Application:
     def read_config(self, folder: Path | str) -> dict[str, dict[str, Any]]:
         """Return the settings of a run folder, by section: data, model, train.
 
-        Raises:
-            FileNotFoundError: the folder holds no run.
-            ValueError: the folder holds a run of another kind, or an unknown setting.
+        Raises FileNotFoundError without a run, ValueError for a run of another kind or an unknown setting.
         """
         path = Path(folder) / CONFIG
         if (kind := read_kind(folder)) != self.kind:
@@ -185,7 +181,7 @@ class Application:
             about = f"{folder} is a {other.title} run"
             raise ValueError(f"{about}; use `{other.use}` (or `{other.command} --resume` to train it further)")
         sections = self._load(path, REMOVED)
-        needed = {each.name for each in dataclasses.fields(self.model) if each.default is MISSING}
+        needed = {each.name for each in fields(self.model) if each.default is MISSING}
         if missing := sorted(needed.difference(sections["model"])):
             raise ValueError(f"{path}: [model] has no {', '.join(missing)}: it is damaged")
         sections["model"] = befores(self.model) | sections["model"]
@@ -194,14 +190,12 @@ class Application:
     def read_settings(self, path: Path | None) -> dict[str, dict[str, Any]]:
         """Return the settings in a user's file, by section; empty sections without a file.
 
-        Raises:
-            FileNotFoundError: there is no such file.
-            ValueError: the file is for another kind of run, or holds a setting that is unknown or cannot be given.
+        Raises FileNotFoundError without the file, ValueError for a file of another kind or a setting that is unknown or
+        cannot be given.
         """
         if path is None:
             return {name: {} for name in ("data", "model", "train")}
-        kind = stated(path, self.kind).kind
-        if kind != self.kind:
+        if (kind := stated(path, self.kind).kind) != self.kind:
             other = application_of(kind)
             raise ValueError(f"{path} is for a {other.title} run; use `{other.command}`")
         sections = self._load(path)
@@ -220,9 +214,7 @@ class Application:
     def load_tokenizers(self, folder: Path | str) -> tuple[Tokenizer, ...]:
         """Return the tokenizers of a run folder.
 
-        Raises:
-            FileNotFoundError: there is no such run, or a file is missing.
-            ValueError: a file is damaged, or its sizes and ids are not those of the run's model.
+        Raises FileNotFoundError without a run or a file, ValueError for a file that is damaged or of another run.
         """
         paths = [Path(folder) / name for name in self.tokenizers]
         tokenizers = tuple(load_tokenizer(path) for path in paths)
@@ -236,17 +228,10 @@ class Application:
         return tokenizers
 
     def load_weights(self, folder: Path | str, checkpoint: str) -> Any:
-        """Return the model of a run with its weights, on the CPU.
+        """Return the model of a run with its weights, on the CPU; checkpoint: "best", "last" or "average".
 
-        Args:
-            folder: of the run.
-            checkpoint: "best" (by validation), "last" or "average".
-
-        Raises:
-            FileNotFoundError: there is no such run.
-            ValueError: the run is of another kind, or this machine cannot hold the model.
-            fastformer.apps.train.CheckpointError: there is no such checkpoint, or it is damaged or of another
-                architecture.
+        Raises FileNotFoundError without a run, ValueError for a run of another kind or a model beyond this machine's
+        memory, CheckpointError for a checkpoint that is missing, damaged or of another architecture.
         """
         config = self.model(**self.read_config(folder)["model"])
         saved = Checkpoint.open(find_checkpoint(folder, checkpoint))

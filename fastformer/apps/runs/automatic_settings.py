@@ -122,16 +122,11 @@ def choose(
     data: Mapping[str, Any] = MappingProxyType({}),
     on_gpu: bool = False,
 ) -> Choice:
-    """Choose the settings that were not given.
+    """Choose the settings that are not among the `given` ones; `data` holds those of the data that are chosen already.
 
-    Args:
-        task: description of the run.
-        defaults: class of the model's settings.
-        train: settings of training as given, with defaults.
-        given: all settings that a user stated.
-        speed: returns targets of the loss per second for a choice's shape; called only if `train` has minutes.
-        data: settings of the data that are chosen already.
-        on_gpu: whether the run is on a GPU, on which these rules were not measured.
+    defaults: class of the model's settings. train: settings of training as given, with defaults. speed: returns targets
+    of the loss per second for a choice's shape; called only if `train` has minutes. on_gpu: whether the run is on a
+    GPU, on which these rules were not measured.
     """
     rates: dict[str, float] = {}  # measured once for rows of the same shape
 

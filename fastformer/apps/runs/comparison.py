@@ -34,11 +34,9 @@ class RunSummary:
         settings: all of config.toml, as "section.key".
         records: records of metrics.jsonl.
         parameters: number of the model's parameters, tied ones counted once.
-        steps: steps of training so far.
-        seconds: seconds of training so far, validations included.
+        steps, seconds: of training so far, validations included.
         clock: the clock of the seconds: "wall", or "cpu", the processor's time of all threads.
-        best_step: step of the best validation by the run's own metric.
-        best: all values of that validation.
+        best_step, best: step and all values of the best validation by the run's own metric.
         bleu_signature: sacrebleu's signature of the BLEU in that validation.
         text: checksums of the encoded training text and of the validation text, if the folder holds them.
     """
@@ -101,10 +99,12 @@ def compare_runs(folders: Sequence[Path | str]) -> Comparison:
     if not paths:
         raise ValueError("runs must name at least one run folder")
     real = [os.path.realpath(path) for path in paths]
-    for i, path in enumerate(paths):
-        if real[i] in real[:i]:
-            raise ValueError(f"runs names {path} twice")
-    runs = [summarise(path, name) for path, name in zip(paths, _names(paths), strict=True)]
+    if twice := next((path for i, path in enumerate(paths) if real[i] in real[:i]), None):
+        raise ValueError(f"runs names {twice} twice")
+    sizes = range(1, 1 + max(len(Path(path).parts) for path in real))
+    ends = (["/".join(Path(path).parts[-size:]) for path in real] for size in sizes)
+    names = next(each for each in ends if len(set(each)) == len(each))  # the shortest ends that are all different
+    runs = [summarise(path, name) for path, name in zip(paths, names, strict=True)]
     keys = dict.fromkeys(key for run in runs for key in run.settings)
     columns = {key: [run.settings.get(key) for run in runs] for key in keys}
     return Comparison(runs, {key: values for key, values in columns.items() if any(x != values[0] for x in values)})
@@ -112,10 +112,12 @@ def compare_runs(folders: Sequence[Path | str]) -> Comparison:
 
 def summarise(folder: Path, name: str | None = None) -> RunSummary:
     """Read one run folder; raises the errors of `compare_runs`."""
-    settings = _read_settings(folder)
+    settings: dict[str, Any] = {}
+    for section, values in read_toml(config_of(folder)).items():
+        settings |= {f"{section}.{key}": x for key, x in values.items()} if isinstance(values, dict) else {}
     records = read_metrics(folder) if (folder / JSONL).is_file() else []
-    metric = str(settings.get("train.metric", "loss"))
-    best, checkpoint = _best(records, metric), CheckpointFolder(folder / "checkpoints").last()
+    best = _best(records, str(settings.get("train.metric", "loss")))
+    checkpoint = CheckpointFolder(folder / "checkpoints").last()
     last: Mapping[str, Any] = records[-1] if records else {}
     return RunSummary(
         name=name or folder.name,
@@ -133,24 +135,6 @@ def summarise(folder: Path, name: str | None = None) -> RunSummary:
     )
 
 
-def _names(paths: Sequence[Path]) -> list[str]:
-    """Return the shortest ends of the paths that are all different."""
-    components = [Path(os.path.realpath(path)).parts for path in paths]
-    for size in range(1, max(map(len, components)) + 1):
-        names = ["/".join(each[-size:]) for each in components]
-        if len(set(names)) == len(names):
-            break
-    return names
-
-
-def _read_settings(folder: Path) -> dict[str, Any]:
-    settings = {}
-    for section, values in read_toml(config_of(folder)).items():
-        for key, value in values.items() if isinstance(values, dict) else [("", values)]:
-            settings[f"{section}.{key}" if key else section] = value
-    return settings
-
-
 def _read_checksums(folder: Path) -> dict[str, str]:
     path = folder / DATA
     report = read_json(path) if path.is_file() else {}
@@ -165,8 +149,7 @@ def _best(records: Sequence[Mapping[str, Any]], metric: str) -> Mapping[str, Any
     rated = [record for record in validations if _is_number(record.get(metric)) and record[metric] == record[metric]]
     if not rated:
         return validations[-1] if validations else {}
-    sign = 1 if metric in LOWER_IS_BETTER else -1
-    return min(rated, key=lambda record: sign * record[metric])
+    return (min if metric in LOWER_IS_BETTER else max)(rated, key=lambda record: record[metric])
 
 
 def _is_number(value: Any) -> bool:

@@ -41,12 +41,7 @@ class RunConfig(Settings):
 
 
 def read_kind(folder: Path | str) -> str:
-    """Return the kind of a run folder, one of `KINDS`.
-
-    Raises:
-        FileNotFoundError: the folder holds no run.
-        ValueError: the folder's config.toml is damaged.
-    """
+    """Return the kind of a run folder; raises FileNotFoundError without a run, ValueError for a damaged config.toml."""
     return stated(config_of(folder)).kind
 
 
@@ -58,12 +53,11 @@ def config_of(folder: Path | str) -> Path:
     return path
 
 
-def stated(path: Path, default: str | None = None) -> RunConfig:
-    """Return the [run] section of a file; without a kind in it, the kind is `default`, or the main application's."""
+def stated(path: Path, default: str = MAIN) -> RunConfig:
+    """Return the [run] section of a file; `default` is the kind of a file without one."""
     run = read_toml(path).get("run", {})
     run = run if isinstance(run, dict) else {}
-    kind = run.get("kind", default or MAIN)
-    return RunConfig(kind, run.get("version", 1), run.get("chosen"))
+    return RunConfig(run.get("kind", default), run.get("version", 1), run.get("chosen"))
 
 
 def refuse_by_hand(dataset: str | None) -> None:
@@ -76,12 +70,7 @@ def refuse_by_hand(dataset: str | None) -> None:
 
 
 def check_new(folder: Path, kind: str) -> None:
-    """Raise an error for a folder that is neither new, nor empty, nor a run of this kind without a checkpoint.
-
-    Raises:
-        FileExistsError: the folder holds a run, or other files; the message names them.
-        NotADirectoryError, PermissionError: the folder cannot be written to.
-    """
+    """Raise an OSError for a folder that is neither new, nor empty, nor a run of this kind without a checkpoint."""
     existing = next(path for path in (folder, *folder.absolute().parents) if path.exists())
     if not existing.is_dir():
         raise NotADirectoryError(f"{existing} is a file; a run needs a folder")
@@ -122,13 +111,7 @@ def new_run_folder(folder: Path) -> Iterator[None]:
 def refuse_output(output: Path | None, *inputs: Path | None, runs: tuple[Path, ...] = ()) -> None:
     """Raise ValueError for an output that would replace an input, or a file of a run that is read.
 
-    Args:
-        output: file to write; None: standard output.
-        inputs: files that are read.
-        runs: run folders that are read; only pictures in them may be replaced.
-
-    Raises:
-        ValueError: naming what the output would replace.
+    output, inputs: None for standard streams. runs: run folders that are read; only their pictures may be replaced.
     """
     if output is None:
         return

@@ -1,10 +1,11 @@
 """`Run`: base of the applications' runs, from a new folder to a trained model; see `runs.folder` for the folder."""
 
 import hashlib
+import importlib.util
 import json
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, ClassVar, Self
@@ -12,16 +13,28 @@ from typing import Any, ClassVar, Self
 import torch
 from torch import Tensor, nn
 
+from fastformer import functional
 from fastformer.apps.models.sizes import check_memory
 from fastformer.apps.runs.application import PRETRAINED, Application
 from fastformer.apps.runs.automatic_settings import Choice, Task, choose, targets_per_second, vocabulary_size
-from fastformer.apps.runs.checks import check_resumable, check_settings
 from fastformer.apps.runs.folder import CONFIG, DATA, check_new, new_run_folder, read_kind, stated
 from fastformer.apps.settings import Given, refuse_fixed
 from fastformer.apps.system.files import write_file
 from fastformer.apps.system.run_lock import lock_run, locked
 from fastformer.apps.text import Tokenizer, read_json
-from fastformer.apps.train import BatchSource, Processes, Result, TrainConfig, Trainer, Validation
+from fastformer.apps.train import (
+    BatchSource,
+    Checkpoint,
+    CheckpointError,
+    CheckpointFolder,
+    Processes,
+    Result,
+    TrainConfig,
+    Trainer,
+    Validation,
+    read_metrics,
+)
+from fastformer.apps.train.config import check_machine
 
 
 class Run(ABC):
@@ -143,8 +156,34 @@ class Run(ABC):
 
     @classmethod
     def check(cls, data: Any, model: Mapping[str, Any], train: TrainConfig, device: torch.device | str = "cpu") -> None:
-        """Raise the errors of `check_settings` for settings that would only fail after the data was read."""
-        check_settings(cls.application, cls.computed(data), data, model, train, device)
+        """Raise an error for settings that would only fail late, before data is read and a folder is created.
+
+        Raises ValueError naming the setting, FileNotFoundError for a file of the data, ImportError for a package that
+        is not installed, BackendError if the chosen backend cannot run here.
+        """
+        config, known, computed = cls.application.planned(model, data), cls.application.metrics, cls.computed(data)
+        check_memory(config)
+        try:
+            x = torch.empty(1, 1, 1, config.d_model // config.heads, device=device)
+        except (RuntimeError, AssertionError, ImportError) as error:  # AssertionError: torch without CUDA
+            raise ValueError(f"device={str(device)!r} cannot be used: {str(error).splitlines()[0]}") from None
+        if x.is_meta:
+            raise ValueError(f"device={str(device)!r} cannot be used: its tensors hold no values")
+        functional.check_backend(x)
+        check_machine(train, device, Processes.current().world)
+        if train.metric not in known:
+            raise ValueError(f"metric={train.metric!r} is no value of this validation; choose {', '.join(known)}")
+        if train.metric not in computed:
+            raise ValueError(f"metric={train.metric!r} is not computed here; it needs {known[train.metric]}")
+        for package, extra, needed in (
+            ("sacrebleu", "apps", "bleu" in computed),
+            ("tensorboard", "tensorboard", train.tensorboard),
+        ):
+            if needed and importlib.util.find_spec(package) is None:
+                raise ImportError(f"this run needs {package}: pip install 'fastformer[{extra}]'")
+        for path in (value for value in vars(data).values() if isinstance(value, Path)):
+            if not path.exists():
+                raise FileNotFoundError(f"{path}: no such file")
 
     def new_model(self) -> nn.Module:
         """Return the model with its initial values, on the CPU."""
@@ -171,9 +210,7 @@ class Run(ABC):
         Args:
             folder: a new or empty folder, or a run of this kind that ended before its first checkpoint, which is
                 replaced.
-            data: settings of the data.
-            model: settings of the model, without those computed from the tokenizers.
-            train: hyperparameters.
+            data, model, train: settings; of the model, without those computed from the tokenizers.
             device: of the model.
             pretrained: folder of transformers with the model and tokenizers that the run begins with. The data's
                 `tokenizer` must then be "pretrained", and `model` may hold dropout rates only.
@@ -189,42 +226,29 @@ class Run(ABC):
         if (data.tokenizer == PRETRAINED) != (pretrained is not None):
             condition = "without a model to begin with (--from)" if pretrained is None else "with a model to begin with"
             raise ValueError(f"tokenizer must not be {data.tokenizer!r} {condition}")
-        created: list[Self] = []
-        initial, tokenizers = None, None
+        folder, created, initial, tokenizers = Path(folder), list[Self](), None, None
         if pretrained is not None:
             initial, tokenizers, model = cls.application.begin_with(Path(pretrained), model)
             given = None
-        Processes.current().on_main(
-            lambda: created.append(cls._create(Path(folder), data, model, train, device, tokenizers, given))
-        )
+
+        def create_in_main() -> None:
+            check_new(folder, cls.application.kind)
+            cls.check(data, model, train, device)
+            with new_run_folder(folder):
+                check_new(folder, cls.application.kind)  # another process may have written it since
+                run = cls(folder, data, model, train, tokenizers, device, given)
+                cls.application.save_tokenizers(folder, run.tokenizers)
+                write_file(folder / DATA, (json.dumps(run.data_report(), indent=1) + "\n").encode())
+                run._save_settings()
+            created.append(run)
+
+        Processes.current().on_main(create_in_main)
         try:
-            run = created[0] if created else cls._open(Path(folder), None, device)
+            run = created[0] if created else cls._open(folder, None, device)
             run.initial = initial
             return run
         except FileNotFoundError as error:
             raise FileNotFoundError(f"{error}; all processes need the run folder and the data in one place") from None
-
-    @classmethod
-    def _create(
-        cls,
-        folder: Path,
-        data: Any,
-        model: Mapping[str, Any],
-        train: TrainConfig,
-        device: torch.device | str,
-        tokenizers: tuple[Tokenizer, ...] | None,
-        given: Given | None,
-    ) -> Self:
-        check_new(folder, cls.application.kind)
-        cls.check(data, model, train, device)
-        with new_run_folder(folder):
-            check_new(folder, cls.application.kind)  # another process may have written it since
-            run = cls(folder, data, model, train, tokenizers, device, given)
-            cls.application.save_tokenizers(folder, run.tokenizers)
-            report = json.dumps(run.data_report(), indent=1) + "\n"
-            write_file(folder / DATA, report.encode())
-            run._save_settings()
-        return run
 
     @contextmanager
     def writing(self) -> Iterator[None]:
@@ -255,24 +279,23 @@ class Run(ABC):
 
     @classmethod
     def _open(cls, folder: Path, train: Mapping[str, Any] | None, device: torch.device | str) -> Self:
-        application = cls.application
+        application, changes = cls.application, train or {}
         sections = application.read_config(folder)
-        config = application.train(**{**sections["train"], **(train or {})})
+        config = application.train(**{**sections["train"], **changes})
         model = {k: v for k, v in sections["model"].items() if k not in application.derived}
         data = application.data(**sections["data"])
-        refuse_fixed(train or {}, application.train(**sections["train"]))
-        application.refuse_idle({"train": train or {}}, data, model, config, device)
+        refuse_fixed(changes, application.train(**sections["train"]))
+        application.refuse_idle({"train": changes}, data, model, config, device)
         cls.check(data, model, config, device)
         run = cls(folder, data, model, config, application.load_tokenizers(folder), device)
         if (chosen := stated(folder / CONFIG).chosen) is not None:
-            run.chosen = tuple(name for name in chosen if name not in (train or {}))
-        saved = read_json(folder / DATA)
-        report = run.data_report()
-        for name, data in (("fingerprint", "training"), ("validation", "validation")):
+            run.chosen = tuple(name for name in chosen if name not in changes)
+        saved, report = read_json(folder / DATA), run.data_report()
+        for name, what in (("fingerprint", "training"), ("validation", "validation")):
             if not isinstance(saved, dict) or name not in saved:
                 raise ValueError(f"{folder / DATA}: damaged; it has no {name} of the data")
             if saved[name] != report[name]:
-                raise ValueError(f"{folder}: the {data} data differs from what this run was started with")
+                raise ValueError(f"{folder}: the {what} data differs from what this run was started with")
         return run
 
     def data_report(self) -> dict[str, Any]:
@@ -289,26 +312,19 @@ class Run(ABC):
         }
 
     def fit(self, resume: bool = False, show: bool = True) -> Result:
-        """Train to the end of the budget; see `fastformer.apps.train.Trainer`.
+        """Train to the end of the budget, and show progress; see `fastformer.apps.train.Trainer`.
 
-        Args:
-            resume: continue from the last checkpoint.
-            show: show progress on the terminal.
+        resume: continue from the last checkpoint.
         """
         with self.writing():
             if resume:
-                check_resumable(self.folder, self.model_config)
+                self._check_checkpoint()
             torch.manual_seed(self.train_config.seed)
-            model, validate = self.new_model().to(self.device), self.validation()
-            settings, architecture = self.train_config, self.model_config
+            model, validate, config = self.new_model().to(self.device), self.validation(), self.model_config
             trainer = Trainer(
-                model,
-                self.loss,
-                self.batches,
-                settings,
-                self.folder,
+                *(model, self.loss, self.batches, self.train_config, self.folder),
                 validate=validate,
-                architecture=architecture,
+                architecture=config,
                 show=show,
             )
             if resume:
@@ -316,3 +332,16 @@ class Run(ABC):
                 if trainer.ended is None:  # a run that trains nothing keeps its settings
                     Processes.current().on_main(self._save_settings)
             return trainer.fit()
+
+    def _check_checkpoint(self) -> None:
+        """Check metrics files and the last checkpoint's architecture and size, before a model is allocated."""
+        with suppress(FileNotFoundError):
+            read_metrics(self.folder)
+        if (last := CheckpointFolder(self.folder / "checkpoints").last()) is None:
+            return
+        try:
+            checkpoint = Checkpoint.open(last)
+        except CheckpointError:  # `Trainer.resume` raises it, and names the previous good checkpoint
+            return
+        checkpoint.check_architecture(self.model_config)
+        checkpoint.check_size(self.model_config.matrix_numbers)

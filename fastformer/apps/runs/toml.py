@@ -26,14 +26,8 @@ def load_toml(
 ) -> dict[str, dict[str, Any]]:
     """Return the values that a TOML file states, {section: {key: value}}, with every section present.
 
-    Args:
-        path: of the file.
-        sections: {"model": TranslationConfig, "train": TrainConfig, …}.
-        removed: settings of earlier versions, which are left out.
-
-    Raises:
-        FileNotFoundError: there is no such file.
-        ValueError: the file is not TOML, or a section, a key or a value is not allowed; the message names them.
+    sections: {"model": TranslationConfig, …}. removed: settings of earlier versions, which are left out. Raises
+    FileNotFoundError, or ValueError naming the section, key or value that is not allowed.
     """
     path = Path(path)
     result: dict[str, dict[str, Any]] = {name: {} for name in sections}
@@ -44,9 +38,8 @@ def load_toml(
             raise ValueError(f"{path}: {section} must be a section [{section}], not a value")
         known = helps(sections[section])
         values = {key: value for key, value in values.items() if key not in removed}
-        for key in values:
-            if key not in known:
-                raise ValueError(f"{path}: unknown key {key!r} in [{section}]{suggestion(key, known)}")
+        if unknown := next((key for key in values if key not in known), None):
+            raise ValueError(f"{path}: unknown key {unknown!r} in [{section}]{suggestion(unknown, known)}")
         check_stated(sections[section], values, f"{path}: [{section}] ")
         result[section] = {key: tuple(value) if isinstance(value, list) else value for key, value in values.items()}
     return result

@@ -148,11 +148,9 @@ class Processes:
             raise TypeError(
                 f"batches: {type(batch).__name__} has no method share(rank, world), which {self.world} processes need"
             )
-        share = batch.share(self.rank, self.world)
-        if share is not None:
-            return share, True
-        shares = (batch.share(rank, self.world) for rank in range(self.world))
-        return next((each for each in shares if each is not None), batch), False
+        shares = (batch.share(rank, self.world) for rank in (self.rank, *range(self.world)))
+        own = next(shares)
+        return (own, True) if own is not None else (next((x for x in shares if x is not None), batch), False)
 
     def seed(self, seed: int, step: int = 0) -> int:
         """Return the seed of this process's generators: `seed` in process 0, a different one in each other process."""
@@ -164,8 +162,11 @@ _joined = Processes()
 
 def connection_was_lost(error: Exception) -> bool:
     """Return whether an error of torch says that another process ended or does not answer."""
-    named = isinstance(error, dist.DistNetworkError) or any(words in str(error) for words in _LOST)
-    return dist.is_initialized() and isinstance(error, RuntimeError) and named and not isinstance(error, ProcessError)
+    if not dist.is_available() or not dist.is_initialized() or isinstance(error, ProcessError):
+        return False
+    return isinstance(error, dist.DistNetworkError) or (
+        isinstance(error, RuntimeError) and any(words in str(error) for words in _LOST)
+    )
 
 
 @contextmanager
@@ -174,7 +175,7 @@ def lost_connections_named() -> Iterator[None]:
     try:
         yield
     except RuntimeError as error:
-        if not dist.is_available() or not connection_was_lost(error):
+        if not connection_was_lost(error):
             raise
         event = f"did not answer for {TIMEOUT.seconds} s" if "imed out" in str(error) else "ended"
         raise ProcessError(
@@ -209,12 +210,8 @@ def local_device(device: str) -> str:
 def join_processes(device: torch.device | str = "cpu") -> Iterator[Processes]:
     """Connect the processes that torchrun started, for the block; without torchrun, it is one process alone.
 
-    Args:
-        device: of this process. NCCL connects GPUs, gloo CPUs.
-
-    Raises:
-        ProcessError: the other processes do not answer.
-        ValueError: this torch has no torch.distributed.
+    device: of this process. NCCL connects GPUs, gloo CPUs. Raises ProcessError if the other processes do not answer,
+    ValueError if this torch has no torch.distributed.
     """
     if not _launched():
         yield Processes()

@@ -21,7 +21,7 @@ from fastformer.apps.train.processes import ProcessError, Processes
 from fastformer.apps.train.randomness import random_state, seed_everything, set_random_state
 from fastformer.apps.train.schedules import Schedule
 from fastformer.apps.train.update import Update
-from fastformer.apps.train.weights import CheckpointError, check_storable
+from fastformer.apps.train.weights import CheckpointError
 
 # A run has diverged if gradients overflow in fp16 with a smaller scale than this.
 _LOWEST_SCALE = 1.0
@@ -126,7 +126,7 @@ class RunState:
         saved_interim: whether the last checkpoint was saved under the name `INTERIM`.
     """
 
-    folder: Path
+    checkpoints: CheckpointFolder
     config: TrainConfig
     model: nn.Module
     update: Update
@@ -139,10 +139,6 @@ class RunState:
     saved_step: int = -1
     saved_interim: bool = False
 
-    def __post_init__(self) -> None:
-        check_storable(self.model.state_dict())
-        self.checkpoints = CheckpointFolder(self.folder / "checkpoints", self.config.keep)
-
     def save(self, now: float, best: float | None = None, name: str | None = None) -> None:
         """Write a checkpoint at the time `now` of the sums' clock.
 
@@ -152,7 +148,10 @@ class RunState:
             "optimizer_name": self.config.optimizer,
             "schedule_name": self.config.schedule,
             "metric": self.config.metric,
-            **self._plain(now),
+            "scaler": self.update.scaler_state(),
+            "schedule": self.schedule.state_dict(),
+            "sums": self.sums.state_dict(now),
+            "position": dict(vars(self.at)),
             "random": self.processes.gather(random_state()),
             "optimizer": whole_tensors(self.update.optimizer.state_dict()["state"], self.processes),
         }
@@ -166,21 +165,13 @@ class RunState:
             lambda: self.checkpoints.save(step, weights, state, self.architecture, self.metrics, best, name)
         )
 
-    def _plain(self, now: float) -> dict[str, Any]:
-        return {
-            "scaler": self.update.scaler_state(),
-            "schedule": self.schedule.state_dict(),
-            "sums": self.sums.state_dict(now),
-            "position": dict(vars(self.at)),
-        }
-
     def restore(self, path: Path | str | None) -> Checkpoint:
         """Continue from a checkpoint, the last one by default; see `Trainer.resume`."""
         checkpoint = Checkpoint.open(self.processes.on_main(lambda: self._good_checkpoint(path)))
         checkpoint.check_architecture(self.architecture)
         state = checkpoint.state()
         try:
-            self._check(state, checkpoint)
+            self._check_settings(state, checkpoint)
             optimizer = checkpoint.optimizer_state(self.update.parameters, self.config.optimizer)
             at = Position(**state["position"])
             checkpoint.load_into(self.model, self.architecture)
@@ -207,16 +198,12 @@ class RunState:
         return checkpoint
 
     def _good_checkpoint(self, path: Path | str | None) -> Path:
-        with locked(self.folder):
+        with locked(self.checkpoints.folder.parent):
             self.checkpoints.recover()
             return self.checkpoints.open(path).path
 
-    def _check(self, state: dict[str, Any], checkpoint: Checkpoint) -> None:
-        """Raise an error for values of other types than this run would write, or settings that cannot change."""
-        for section, example in self._plain(0.0).items():
-            for name, value in dict(state[section]).items():
-                if not _has_form(value, example.get(name)):
-                    raise ValueError(f"{section}.{name} is {str(value)[:40]!r}")
+    def _check_settings(self, state: dict[str, Any], checkpoint: Checkpoint) -> None:
+        """Raise CheckpointError for changed settings that a resumed run cannot change."""
         saved = {"optimizer": state["optimizer_name"], "schedule": state["schedule_name"]}
         if state["position"]["best_value"] is not None:
             saved["metric"] = state["metric"]
@@ -225,13 +212,12 @@ class RunState:
                 raise CheckpointError(
                     f"{checkpoint.path}: was trained with {name}={value}, not {getattr(self.config, name)}"
                 )
-        if state["position"]["step"] != checkpoint.step:
-            step = state["position"]["step"]
+        if (step := state["position"]["step"]) != checkpoint.step:
             raise CheckpointError(f"{checkpoint.path}: its state is of step {step}, its {META} of {checkpoint.step}")
 
     def mark_if_best(self, path: Path | None, value: float) -> bool:
         """Mark a checkpoint as the best if its value is the best; return whether it is. Only process 0 may call it."""
-        with locked(self.folder):
+        with locked(self.checkpoints.folder.parent):
             if path is None or not is_better(self.config.metric, value, self.checkpoints.best_value()):
                 return False
             self.checkpoints.mark_best(path, value)
@@ -249,12 +235,3 @@ class RunState:
             f"loss or gradient is not finite at step {step} (lr {self.sums.rate:.2e}{scaled}); {last_good}; "
             "try a lower lr, more warmup_steps or a lower clip_norm"
         )
-
-
-def _has_form(value: Any, example: Any) -> bool:
-    """Return whether a value is of an example's kind: a flag, a count, another number; None: unset or a number."""
-    if isinstance(example, bool):
-        return isinstance(value, bool)
-    if isinstance(value, bool) or not isinstance(value, int | float):
-        return value is None and example is None
-    return not isinstance(example, int) or (isinstance(value, int) and 0 <= value < 2**63)

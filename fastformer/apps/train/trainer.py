@@ -23,7 +23,7 @@ from torch import Tensor, nn
 
 from fastformer.apps.system.run_lock import locked
 from fastformer.apps.train.checkpoint import Checkpoint, average_checkpoints
-from fastformer.apps.train.checkpoint_folder import INTERIM
+from fastformer.apps.train.checkpoint_folder import INTERIM, CheckpointFolder
 from fastformer.apps.train.config import TrainConfig, check_machine
 from fastformer.apps.train.graphs import new_update
 from fastformer.apps.train.interrupt import Interrupt
@@ -35,7 +35,7 @@ from fastformer.apps.train.randomness import preserved_randomness, seed_everythi
 from fastformer.apps.train.run_state import BatchSource, Position, Result, RunState
 from fastformer.apps.train.schedules import Schedule
 from fastformer.apps.train.validation import TimeBudget, Validation, check_values
-from fastformer.apps.train.weights import put_weights
+from fastformer.apps.train.weights import check_storable, put_weights
 
 _NOTICE = "finishing this step, then saving and validating; press Ctrl-C again to stop at once"
 
@@ -78,10 +78,11 @@ class Trainer:
         self._wall_clock = clock or time.monotonic
         self._update = new_update(model, loss, config, processes, getattr(batches, "longest", None))
         self._sums = RunningSums(self.device, skips=config.precision == "fp16")
+        check_storable(model.state_dict())
+        self.checkpoints = CheckpointFolder(self.folder / "checkpoints", config.keep)
         self._state = RunState(
-            self.folder, config, model, self._update, Schedule.of(config), self._sums, processes, architecture
+            self.checkpoints, config, model, self._update, Schedule.of(config), self._sums, processes, architecture
         )
-        self.checkpoints = self._state.checkpoints
         self._progress = Progress(show and processes.is_main, clock=self._wall_clock)
         self._time = TimeBudget(config, validate is not None)
         self._log: MetricsLog | None = None  # open in process 0, while `fit` runs

@@ -1,5 +1,6 @@
 """What two processes do in the tests of distributed training; every process leaves what it saw as a JSON file."""
 
+import itertools
 import json
 import signal
 import time
@@ -110,25 +111,12 @@ def dropout(rank: int, folder: Path) -> Any:
     return {"drawn": first, "reason": ended.reason, "step": ended.step}
 
 
-class Clock:
-    def __init__(self, tick: float) -> None:
-        self.now, self.tick = 0.0, tick
-
-    def __call__(self) -> float:
-        self.now += self.tick
-        return self.now
-
-
 def minutes(rank: int, folder: Path) -> Any:
     """The clock of the second process runs five times as fast, and nobody asks it."""
     changes = {"steps": None, "minutes": 1.0, "schedule": "linear", "warmup_steps": 0}
-    made = double_trainer(folder / "minutes", clock=Clock(5.0 if rank else 1.0), **changes)
-    ended = made.fit()
-    return {
-        "reason": ended.reason,
-        "step": ended.step,
-        "weights": float(sum(p.detach().sum() for p in made.model.parameters())),
-    }
+    clock = itertools.count(0.0, 5.0 if rank else 1.0).__next__
+    ended = double_trainer(folder / "minutes", clock=clock, **changes).fit()
+    return {"reason": ended.reason, "step": ended.step}
 
 
 def plateau(rank: int, folder: Path) -> Any:

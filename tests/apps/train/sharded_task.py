@@ -1,7 +1,7 @@
 """What two processes do in the tests of layers that are sharded one by one; each leaves what it saw as a JSON file."""
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -12,13 +12,11 @@ from torch import Tensor
 from fastformer.apps.classification.model import ClassifierConfig, SequenceClassifier, sequence_classification_loss
 from fastformer.apps.language.model import LanguageModel, language_model_loss
 from fastformer.apps.text import LabelledBatch
-from fastformer.apps.train import Processes, TrainConfig, Trainer
+from fastformer.apps.train import Processes
 from fastformer.apps.train.update import Update
 from fastformer.apps.translation.model import TranslationModel, translation_loss
-from fastformer.packing import unpack
 from tests.support import language_task, translation_task
 from tests.support.train_task import config as train_config
-from tests.support.train_task import trainer
 
 WORLD, LAYERS = 2, 3
 COUNTS = [3, 1, 2, 1, 4]  # sentences of batches; of one, a process has none
@@ -70,71 +68,15 @@ FAMILIES: dict[str, tuple[Callable[[], Any], Callable[..., Tensor], Callable[[in
 }
 
 
-class Batches:
-    """The batches of a family."""
-
-    def __init__(self, batch: Callable[[int], Any]) -> None:
-        self.batch = batch
-
-    def batches_in(self, epoch: int) -> int:
-        return 7
-
-    def epoch(self, epoch: int, start: int = 0) -> Iterator[Any]:
-        return (self.batch(7 * epoch + index) for index in range(start, 7))
-
-
 @torch.no_grad()
-def decoded(model: Any, batch: Any) -> float:
-    """What a decoder says of a batch, token by token."""
-    if isinstance(model, TranslationModel):
-        memory, layout = model.encode(batch.source, batch.source_lengths)
-        hidden = ~layout.mask()
-        cache = model.decoder.new_cache(unpack(memory, layout), memory_key_padding_mask=hidden)
-        embedding = model.target_embedding
-    else:
-        cache, embedding = model.decoder.new_cache(rows=1), model.embedding
-    total = 0.0
+def decoded(model: LanguageModel) -> float:
+    """What a decoder says, token by token."""
+    cache, total = model.decoder.new_cache(rows=1), 0.0
     for position in range(3):
-        ids = torch.full((cache.rows, 1), 5 + position)
-        x = embedding(ids, torch.full_like(ids, position), position + 1)
+        ids = torch.full((1, 1), 5 + position)
+        x = model.embedding(ids, torch.full_like(ids, position), position + 1)
         total += float(model.decoder.step(x, cache).abs().sum())
     return total
-
-
-def family_trainer(folder: Path, name: str, **changes: Any) -> Trainer:
-    """A run in fp64, whose validation calls the layers and decodes with a cache."""
-    make, loss, batch = FAMILIES[name]
-
-    def validate(model: Any) -> dict[str, float]:
-        batches = [batch(100 + i) for i in range(3)]
-        found = {"loss": float(sum(loss(model, b) for b in batches)) / sum(b.tokens for b in batches)}
-        return found if name == "classification" else {**found, "decoded": decoded(model, batches[0])}
-
-    given = {"steps": 9, "accumulate": 2, "log_every": 1, "validate_every": 2, "average": 2, "clip_norm": 0.3}
-    settings = TrainConfig(**{"lr": 0.01, "warmup_steps": 2, "batch_tokens": 64, **given, **changes})
-    model = make().double()
-    with torch.no_grad():  # the parameters of process 0 count
-        for parameter in model.parameters():
-            parameter.add_(Processes.current().rank)
-    return trainer(folder, settings, Batches(batch), model=model, loss=loss, validate=validate)
-
-
-def families(rank: int, folder: Path) -> Any:
-    """Runs from the start, and ones that one process began and another ends."""
-    torch.set_default_dtype(torch.float64)  # tables of positions, too
-    obstacles = []
-    for name in FAMILIES:
-        model = family_trainer(folder / name, name, parallel="fsdp")
-        model.fit()
-        parts = family_trainer(folder / f"{name}-parts", name, parallel="fsdp", steps=6)
-        parts.resume()
-        parts.fit()
-        again = family_trainer(folder / f"{name}-again", name, parallel="fsdp", checkpoint_activations=True)
-        again.fit()
-        stacks = [each for each in model.model.modules() if hasattr(each, "obstacle")]
-        obstacles.append([stack.obstacle() for stack in stacks])
-    torch.set_default_dtype(torch.float32)
-    return obstacles
 
 
 def precise(rank: int, folder: Path) -> Any:
@@ -155,18 +97,18 @@ def caches(rank: int, folder: Path) -> Any:
     from torch.distributed.fsdp import fully_shard
 
     model = language_model().double()
-    plain = decoded(model, language_batch(0))
+    plain = decoded(model)
     layers: Any = model.decoder.layers
     for layer in layers:
         fully_shard(layer)
     said = None
     try:
-        decoded(model, language_batch(0))
+        decoded(model)
     except RuntimeError as error:
         said = str(error)
     for layer in layers:
         layer.unshard()
-    return {"plain": plain, "found": decoded(model, language_batch(0)), "said": said}
+    return {"plain": plain, "found": decoded(model), "said": said}
 
 
 def work(rank: int, folder: str, *names: str) -> None:
@@ -174,7 +116,7 @@ def work(rank: int, folder: str, *names: str) -> None:
     torch.set_num_threads(1)
     torch.distributed.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=WORLD)
     seen = {}
-    for scenario in (precise, caches, families):
+    for scenario in (precise, caches):
         if scenario.__name__ in names:
             seen[scenario.__name__] = scenario(rank, Path(folder))
             torch.distributed.barrier()

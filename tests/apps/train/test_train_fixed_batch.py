@@ -27,7 +27,6 @@ from tests.support.translation_task import IDS, random_batch, random_model
 
 CPU = torch.device("cpu")
 PAIRS = {
-    "one pair": [(3, 5)],
     "targets longer": [(2, 30), (4, 8), (1, 1)],
     "sources longer": [(70, 2), (1, 3), (20, 1)],
     "exactly full": [(15, 31)],
@@ -80,7 +79,7 @@ def test_loss_and_gradients_of_pairs(lengths, positions):
     assert_equal(smoothed, model, batch, fixed(batch, longest))
 
 
-@pytest.mark.parametrize("lengths", [[5, 1, 9], [16], [0, 3, 0], [130, 2]], ids=str)
+@pytest.mark.parametrize("lengths", [[16], [0, 3, 0], [130, 2]], ids=str)
 def test_loss_and_gradients_of_documents(lengths):
     batch = language_task.random_batch(lengths)
     assert_equal(language_model_loss, language_task.random_model().double(), batch, fixed(batch))

@@ -11,18 +11,13 @@ import numpy as np
 import pytest
 import torch
 
-import fastformer
-from fastformer.apps.language.model import language_model_loss
 from fastformer.apps.text import Batches, EncodedPairs, LanguageBatch, Sequences
 from fastformer.apps.train import TrainConfig, Trainer, graphs, read_metrics
 from fastformer.apps.train.config import check_machine
-from fastformer.apps.train.fixed_batch import shape_of
 from fastformer.apps.train.graphs import GraphedUpdate, new_update
 from fastformer.apps.train.processes import Processes
 from fastformer.apps.train.update import Update
 from fastformer.apps.translation.model import translation_loss
-from tests.support import language_task
-from tests.support.fused_op import DEVICE, needs_kernels
 from tests.support.recorded_steps import TapeRecorder, taped
 from tests.support.translation_task import IDS, random_batch, random_model
 
@@ -235,25 +230,6 @@ def test_a_table_of_positions_that_is_replaced_is_still_read(tape):
             assert any(x is old for _, kept in graphed._recorded.values() for x in kept)
         train(update, [batch] * 4)
     assert_same_parameters(model, other)
-
-
-@pytest.mark.slow
-@needs_kernels
-def test_kernels(tape):
-    """The launches that a graph would hold, with Triton's interpreter on a CPU.
-
-    With SGD: Adam would make the biases of keys, whose gradients are nothing but rounding, grow.
-    """
-    model = language_task.random_model(d_model=16, heads=1, layers=1, feed_forward=16).to(DEVICE)
-    lengths = [[5, 9], [11, 2], [3, 3], [7, 8]]
-    groups = [[language_task.random_batch(each, seed)] for seed, each in enumerate(lengths)]
-    assert len({shape_of(batch) for (batch,) in groups}) == 1
-    with fastformer.backend("triton"):
-        eager, graphed, model, other = updates(tape, settings(optimizer="sgd"), language_model_loss, model)
-        expected, found = train(eager, groups), train(graphed, groups)
-    torch.testing.assert_close(found, expected, rtol=1e-5, atol=0)
-    assert_same_parameters(model, other, 1e-5)
-    assert tape.captured == 3
 
 
 def trainer(folder, **changes):

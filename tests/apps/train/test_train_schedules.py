@@ -49,44 +49,36 @@ def test_linear_falls_from_the_end_of_the_warmup_to_the_end_of_the_budget():
 
 
 @pytest.mark.parametrize("name", ["linear", "cosine"])
-def test_a_decay_stays_at_its_floor_after_the_budget_and_without_one_left(name):
+def test_a_decay_follows_the_budget_and_stays_at_its_floor_after_it(name):
     schedule = Schedule(name, 1.0, 2, min_lr=0.25)
-    assert schedule.rate(1, 0.0) == 0.5
-    assert schedule.rate(2, 0.5) == 1.0
-    assert schedule.rate(3, 1.5) == pytest.approx(0.25)
-    late = Schedule(name, 1.0, 0, min_lr=0.25)
-    assert late.rate(1, 1.0) == pytest.approx(0.25)
+    rates = [schedule.rate(step, progress) for step, progress in ((1, 0.0), (2, 0.5), (3, 0.75), (4, 1.5))]
+    assert rates == pytest.approx([0.5, 1.0, 0.625, 0.25])  # half of the rest of the budget is spent at 0.75
+    assert Schedule(name, 1.0, 0, min_lr=0.25).rate(1, 1.0) == pytest.approx(0.25)
 
 
-def test_progress_in_time_decays_the_same_at_any_speed():
-    schedule = Schedule("linear", 1.0, 0)
-    assert [schedule.rate(step, progress) for step, progress in [(1, 0.0), (2, 0.75), (3, 0.9)]] == pytest.approx(
-        [1.0, 0.25, 0.1]
-    )
-
-
-def test_plateau_reduces_after_patience_and_counts_anew():
-    schedule = Schedule("plateau", 1.0, plateau_factor=0.5, plateau_patience=1)
+@pytest.mark.parametrize(
+    ("schedule", "losses", "expected"),
+    [
+        (
+            Schedule("plateau", 1.0, plateau_factor=0.5, plateau_patience=1),
+            [3.0, 3.0, 3.0, 2.0, 2.5, 2.0, 2.1, 2.1],
+            [1.0, 1.0, 0.5, 0.5, 0.5, 0.25, 0.25, 0.125],
+        ),
+        (
+            Schedule("divide_on_plateau", 20.0, plateau_divisor=4.0, min_lr=1.0),
+            [5.0, 4.0, 4.0, 3.9, 4.5, 4.5, 4.5],
+            [20.0, 20.0, 5.0, 5.0, 1.25, 1.0, 1.0],
+        ),
+        (Schedule("divide_on_plateau", 1.0), [math.nan], [0.25]),
+    ],
+    ids=["plateau", "divide", "nan is no better"],
+)
+def test_plateaus_reduce_the_rate(schedule, losses, expected):
     found = []
-    for loss in [3.0, 3.0, 3.0, 2.0, 2.5, 2.0, 2.1, 2.1]:
+    for loss in losses:
         schedule.observe(loss)
         found.append(schedule.rate(100, 0.0))
-    assert found == [1.0, 1.0, 0.5, 0.5, 0.5, 0.25, 0.25, 0.125]
-
-
-def test_divide_on_plateau_divides_at_every_validation_that_is_not_the_best():
-    schedule = Schedule("divide_on_plateau", 20.0, plateau_divisor=4.0, min_lr=1.0)
-    found = []
-    for loss in [5.0, 4.0, 4.0, 3.9, 4.5, 4.5, 4.5]:
-        schedule.observe(loss)
-        found.append(schedule.rate(100, 0.0))
-    assert found == [20.0, 20.0, 5.0, 5.0, 1.25, 1.0, 1.0]
-
-
-def test_a_loss_that_is_not_a_number_counts_as_no_better():
-    schedule = Schedule("divide_on_plateau", 1.0)
-    schedule.observe(math.nan)
-    assert schedule.rate(1, 0.0) == 0.25
+    assert found == expected
 
 
 @pytest.mark.parametrize("name", SCHEDULES)

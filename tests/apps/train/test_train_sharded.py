@@ -11,9 +11,8 @@ import torch.distributed
 if not torch.distributed.is_available():
     pytest.skip("torch without torch.distributed", allow_module_level=True)
 
-from fastformer.apps.train import CheckpointFolder
-from tests.apps.train.sharded_task import FAMILIES, family_trainer, work
-from tests.apps.train.test_train_distributed import assert_same_run, spawn
+from tests.apps.train.sharded_task import FAMILIES, work
+from tests.apps.train.test_train_distributed import spawn
 from tests.support.noise import DEVIATIONS, noise
 
 pytestmark = pytest.mark.slow  # importing DTensor alone takes seconds
@@ -60,34 +59,3 @@ def test_gathered_layers_decode_with_a_cache_and_others_say_why_not(steps):
         assert caches["said"] == (
             "layers.0 is sharded, and decoding with a cache does not gather parameters: call unshard() on it"
         )
-
-
-@pytest.mark.long
-def test_every_family_trains_and_resumes_as_one_process_does(tmp_path):
-    """In fp64; with batches of one sentence, of which a process has none, and validation by one process."""
-    torch.set_default_dtype(torch.float64)
-    try:
-        for name in FAMILIES:
-            family_trainer(tmp_path / f"{name}-one", name).fit()
-            family_trainer(tmp_path / f"{name}-parts", name, steps=4).fit()
-        seen = spawn(tmp_path, "families", task=work, seconds=400)
-        for name in FAMILIES:
-            parts = family_trainer(tmp_path / f"{name}-parts", name)
-            parts.resume()
-            parts.fit()
-    finally:
-        torch.set_default_dtype(torch.float32)
-    assert seen[0]["families"] == [[None], [None], [None, None], [None]]  # stacks ran without padding
-    for name in FAMILIES:
-        for kind in ("", "-parts", "-again"):
-            assert_same_run(tmp_path / f"{name}{kind}", tmp_path / f"{name}-one")
-        averages = [
-            CheckpointFolder(tmp_path / f"{name}{kind}" / "checkpoints").open(
-                tmp_path / f"{name}{kind}/checkpoints/average"
-            )
-            for kind in ("", "-again", "-one")
-        ]
-        wanted = averages[-1].weights()
-        for average in averages[:-1]:
-            for key, tensor in average.weights().items():
-                torch.testing.assert_close(tensor, wanted[key], rtol=1e-7, atol=1e-10)

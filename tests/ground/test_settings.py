@@ -41,9 +41,7 @@ from fastformer.apps.text import (
     Batches,
     ParallelCorpus,
     WordTokenizer,
-    docstring_corpora,
     encode_pairs,
-    number_corpus,
     train_sentencepiece,
 )
 from fastformer.apps.train import Checkpoint, TrainConfig, find_checkpoint
@@ -109,23 +107,12 @@ def test_settings_come_back_from_a_file_and_from_a_checkpoint(tmp_path: Path, ow
             {"d_model": 64.0},
             "d_model must be a whole number, at least 1 and at most 2,147,483,647, not 64.0",
         ),
-        (
-            ClassifierConfig,
-            {"d_model": True},
-            "d_model must be a whole number, at least 1 and at most 2,147,483,647, not True",
-        ),
         (LanguageConfig, {"norm_eps": -1.0}, "norm_eps must be above 0, not -1.0"),
         (LanguageConfig, {"bias": 3}, "bias must be true or false, not 3"),
         (ClassifierConfig, {"dropout": "0.1"}, "dropout must be a finite number, at least 0 and below 1, not '0.1'"),
         (ClassifierConfig, {"dropout": 1}, "dropout must be at least 0 and below 1, not 1"),
-        (
-            ClassifierConfig,
-            {"dropout": math.nan},
-            "dropout must be a finite number, at least 0 and below 1, not nan",
-        ),
         (TranslationConfig, {"norm": "layer\n"}, "norm must be one of layer, rms, not 'layer\\n'"),
         (TrainConfig, {"min_lr": 0.1}, "min_lr must be at least 0 and at most lr (0.001), not 0.1"),
-        (TrainConfig, {"average": 5}, "average must be at least 1 and at most keep (3), not 5"),
         (TrainConfig, {"steps": None}, "no end of training is set; give steps, epochs or minutes"),
         (TrainConfig, {"lr": "fast", "min_lr": 0.1}, "lr must be a finite number, above 0, not 'fast'"),
         (TrainConfig, {"betas": [0.9, 1.0]}, "betas must be a list, each less than 1, not [0.9, 1.0]"),
@@ -135,7 +122,6 @@ def test_settings_come_back_from_a_file_and_from_a_checkpoint(tmp_path: Path, ow
             {"learning_rate": 0.1},
             "unknown setting 'learning_rate'; did you mean 'lr' or 'schedule' or 'min_lr'?",
         ),
-        (SearchOptions, {"beam": 2, "n_best": 3}, "n_best must be at least 1 and at most beam (2), not 3"),
         (SearchOptions, {"min_length": -1}, "min_length must be at least 0 and at most max_length, not -1"),
         (DataConfig, {"train_source": 3}, "train_source must be a path, not 3"),
     ],
@@ -155,16 +141,10 @@ def test_long_values_are_truncated_in_messages() -> None:
 CALLS: dict[str, Callable[[], Any]] = {
     "width must be a whole number, at least 1 and at most 2,147,483,647": lambda: Embedding(9, 8.0),  # type: ignore[arg-type]
     "scale must be true or false": lambda: Embedding(9, 8, scale=2),  # type: ignore[arg-type]
-    "dropout must be a finite number, at least 0 and below 1": lambda: Embedding(9, 8, dropout="0.1"),  # type: ignore[arg-type]
     "dropout must be at least 0 and below 1": lambda: Embedding(9, 8, dropout=1.0),
     "positions must be one of sinusoidal, sinusoidal_halves, learned, none": lambda: Embedding(9, 8, "rotary"),  # type: ignore[arg-type]
-    "tokens must be a whole number, at least 1": lambda: Batches(PAIRS, tokens=9.5),  # type: ignore[arg-type]
     "sentences must be at least 1": lambda: Batches(PAIRS, sentences=0),
     "max_length must be a whole number, at least 2": lambda: encode_pairs(CORPUS, WORDS, WORDS, "9"),  # type: ignore[arg-type]
-    "size must be a whole number, at least 1": lambda: docstring_corpora(2.5),  # type: ignore[arg-type]
-    "valid must be a whole number, at least 1": lambda: number_corpus("fr", 9, True, 1),
-    "lowercase must be true or false": lambda: WordTokenizer.from_lines(["a"], lowercase=1),  # type: ignore[arg-type]
-    "minimum_frequency must be a whole number, at least 1": lambda: WordTokenizer.from_lines([], minimum_frequency=1.5),  # type: ignore[arg-type]
     "maximum_size must be above 4": lambda: WordTokenizer.from_lines(["a"], maximum_size=4),
     "character_coverage must be a finite number, at least 0.98 and at most 1": lambda: train_sentencepiece(
         ["a"], 9, character_coverage=math.nan

@@ -267,8 +267,7 @@ class Trainer:
         assert self._validation is not None
         self.model.eval()
         with self._update.autocast(), torch.no_grad(), preserved_randomness():
-            arguments = {"share": share} if share < 1 else {}
-            scores = self._validation(self.model, **arguments)
+            scores = self._validation(self.model, **({"share": share} if share < 1 else {}))
         self.model.train()
         return scores
 

@@ -53,6 +53,10 @@ def run_folder(folder: Path) -> TranslationConfig:
     return config
 
 
+def build_nothing(*arguments: Any, **named: Any) -> None:
+    raise AssertionError("a model was built")
+
+
 @pytest.mark.parametrize("agreeing", [False, True])
 @pytest.mark.parametrize("changes", [{"encoder_layers": 9000}, {"d_model": 2**20}, {"feed_forward": 2**31 - 1}])
 def test_a_run_that_claims_a_large_model_is_refused_before_it_is_built(
@@ -63,34 +67,23 @@ def test_a_run_that_claims_a_large_model_is_refused_before_it_is_built(
     TRANSLATION.save_settings(tmp_path, {"max_length": 9}, claimed, TrainConfig(steps=1))
     if agreeing:  # with what the checkpoint says of itself
         CheckpointFolder(tmp_path / "checkpoints").save(1, TranslationModel(config).state_dict(), {}, claimed)
-
-    def build(*arguments: Any) -> None:
-        raise AssertionError("a model was built")
-
-    monkeypatch.setattr(TranslationModel, "__init__", build)
+    monkeypatch.setattr(TranslationModel, "__init__", build_nothing)
     message = "bytes of weights are there" if agreeing else "is of another architecture"
     with pytest.raises(CheckpointError, match=message):
         load_translator(tmp_path)
 
 
-@pytest.mark.parametrize("agreeing", [False, True])
 def test_a_resumed_run_that_claims_a_large_model_is_refused_before_it_is_built(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, agreeing: bool
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     data = DataConfig(train_size=50, valid_size=5, test_size=5, vocabulary=60, bleu_sentences=0)
     TranslationRun.create(tmp_path, data, {**SMALL, **LAYERS}, TrainConfig(steps=1, batch_tokens=99)).fit(show=False)
-    places = [tmp_path / "config.toml"]
-    places += [tmp_path / "checkpoints" / "step-1" / "meta.json"] if agreeing else []
-    for path in places:
+    places = [tmp_path / "config.toml", tmp_path / "checkpoints" / "step-1" / "meta.json"]
+    monkeypatch.setattr(TranslationModel, "__init__", build_nothing)
+    for path, message in zip(places, ("is of another architecture", "bytes of weights are there"), strict=True):
         path.write_text(re.sub(r'(feed_forward"?( =|:)) 12', r"\1 300000", path.read_text()))
-    run = TranslationRun.open(tmp_path)
-
-    def build(*arguments: Any) -> None:
-        raise AssertionError("a model was built")
-
-    monkeypatch.setattr(TranslationModel, "__init__", build)
-    with pytest.raises(CheckpointError, match="bytes of weights are" if agreeing else "is of another architecture"):
-        run.fit(resume=True, show=False)
+        with pytest.raises(CheckpointError, match=message):
+            TranslationRun.open(tmp_path).fit(resume=True, show=False)
 
 
 @pytest.mark.parametrize("where", ["run", "exported"])

@@ -1,7 +1,7 @@
 """Settings of the applications: pydantic dataclasses, from which checks, flags, help and TOML files are derived.
 
     class SearchOptions(Settings):
-        beam: int = setting(4, "hypotheses kept a sentence; 1 is greedy search", at_least=1)
+        beam: int = setting(4, "hypotheses per sentence; 1 is greedy search", at_least=1)
         n_best: int = setting(1, "translations returned a sentence", at_least=1, at_most="beam")
         length_penalty: float = setting(1.0, "…", only={"search": "a beam above 1"})
 

@@ -49,16 +49,16 @@ class EncoderConfig(ModelSettings):
     layers: int = setting(4, "layers of the encoder", at_least=1, at_most=MOST_LAYERS)
     feed_forward: int = inherited(ModelSettings, "feed_forward", default=1024)
     dropout: float = inherited(
-        ModelSettings, "dropout", help="dropout, where no rate of its own is set; before the output layer too"
+        ModelSettings, "dropout", help="dropout rate, also before the output layer; more specific rates override it"
     )
     token_types: int = setting(
-        0, "kinds of tokens, such as those of a first and a second sentence; 0: one", at_least=0, at_most=LARGEST
+        0, "token types, such as first and second sentence; 0: one type", at_least=0, at_most=LARGEST
     )
     embedding_norm: bool = setting(False, "a norm of the embeddings")
     pooling: str = setting(
-        "mean", "SequenceClassifier: what stands for the sequence, of its real tokens", choices=get_args(Pooling)
+        "mean", "SequenceClassifier: how the hidden states of the real tokens are combined", choices=get_args(Pooling)
     )
-    pooler: bool = setting(False, "a layer with tanh behind the pooling")
+    pooler: bool = setting(False, "a layer with tanh after the pooling")
 
     @property
     def matrix_numbers(self) -> int:

@@ -55,11 +55,17 @@ class ClassificationDataConfig(Settings):
         None, "labelled text (plain or compressed), a line each: label, tab, text; instead of a dataset"
     )
     valid_text: File | None = setting(
-        None, "the same for validation; unset: split from training", only={"train_text": SET}
+        None, "file of source sentences for validation; unset: split from training", only={"train_text": SET}
     )
-    test_text: File | None = setting(None, "the same for testing; unset: split from training", only={"train_text": SET})
+    test_text: File | None = setting(
+        None, "file of source sentences for testing; unset: split from training", only={"train_text": SET}
+    )
     held_out: float = setting(
-        0.1, "share of the texts split off for each of both", above=0, below=0.5, only={"corpus": _TO_SPLIT}
+        0.1,
+        "share of the texts split off for validation, and as many for testing",
+        above=0,
+        below=0.5,
+        only={"corpus": _TO_SPLIT},
     )
     size: int = setting(4000, "texts to generate", at_least=100, only={"corpus": "number words"})
     labels: Texts | None = setting(None, "the classes, in order", derived="the training text")
@@ -73,7 +79,7 @@ class ClassificationDataConfig(Settings):
         1.0, "share of characters sentencepiece must cover", at_least=0.98, at_most=1, only=_IF_PIECES
     )
     lowercase: bool = setting(False, "lower-case the text")
-    max_length: int = setting(256, "most tokens of a text, its begin counted; longer ones are cut", at_least=2)
+    max_length: int = setting(256, "most tokens of a text, bos counted; longer texts are cut", at_least=2)
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -163,7 +163,7 @@ def options(
 
 
 @app.command(rich_help_panel=SHARE)
-def info(run: Annotated[Path | None, typer.Option(help="describe this run folder too")] = None) -> None:
+def info(run: Annotated[Path | None, typer.Option(help="run folder to describe, too")] = None) -> None:
     """Show versions, devices, which backend would run and why; with --run, the run's model and checkpoints."""
     device = "cuda" if torch.cuda.is_available() else "cpu"
     choice = fastformer.get_backend()

@@ -43,7 +43,7 @@ def attention(
         str | None, typer.Option(help="cross, encoder or decoder; default: cross", rich_help_panel=_TRANSLATION)
     ] = None,
 ) -> None:
-    """Draw where a model looks when it reads a text: one head, the heads of a layer, or all layers."""
+    """Draw the attention weights of a model for a text: one head, the heads of a layer, or all layers."""
     from fastformer.apps.plots import save
 
     _check_figure(output, run)

@@ -35,7 +35,7 @@ add_training(LanguageRun, "Train a language model.")
 @with_settings(sampling=SamplingOptions)
 def generate(
     prompts: Annotated[
-        list[str] | None, typer.Argument(help="one prompt, or several; none: the model begins by itself")
+        list[str] | None, typer.Argument(help="one or several prompts; without one, the model starts a text")
     ] = None,
     run: Folder = RUN,
     prompt_file: Annotated[Path | None, typer.Option(help="file or pipe of prompts, one a line")] = None,

@@ -54,7 +54,7 @@ class LanguageConfig(ModelSettings):
     positions: str = inherited(ModelSettings, "positions", default="rotary", before="sinusoidal")
     layers: int = setting(6, "layers of the decoder", at_least=1, at_most=MOST_LAYERS)
     embedding_dropout: float | None = setting(
-        None, "dropout of the embeddings, positions added; unset: dropout", at_least=0, below=1
+        None, "dropout of the sum of embeddings and positions; unset: dropout", at_least=0, below=1
     )
     output_dropout: float = setting(
         0.0, "dropout of the hidden states before the output projection", at_least=0, below=1

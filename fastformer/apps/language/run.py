@@ -61,11 +61,17 @@ class LanguageDataConfig(Settings):
     )
     train_text: File | None = setting(None, "text file (plain or compressed), instead of a dataset")
     valid_text: File | None = setting(
-        None, "the same for validation; unset: split from training", only={"train_text": SET}
+        None, "file of source sentences for validation; unset: split from training", only={"train_text": SET}
     )
-    test_text: File | None = setting(None, "the same for testing; unset: split from training", only={"train_text": SET})
+    test_text: File | None = setting(
+        None, "file of source sentences for testing; unset: split from training", only={"train_text": SET}
+    )
     held_out: float = setting(
-        0.05, "share of the documents split off for each of both", above=0, below=0.5, only={"corpus": _TO_SPLIT}
+        0.05,
+        "share of the documents split off for validation, and as many for testing",
+        above=0,
+        below=0.5,
+        only={"corpus": _TO_SPLIT},
     )
     size: int = setting(2_000_000, "characters to collect", at_least=1, only={"corpus": "docstrings"})
     document: str | None = setting(
@@ -75,10 +81,10 @@ class LanguageDataConfig(Settings):
         only={"parts": "documents to tell apart"},
     )
     stream: str = setting(
-        "documents", "documents, none of which sees another; or columns of the whole text", choices=STREAMS
+        "documents", "documents, which do not attend to one another; or columns of the whole text", choices=STREAMS
     )
     columns: int = setting(20, "how many columns", at_least=1, only={"stream": "columns"})
-    context: int = setting(256, "most tokens that a model looks back on, itself counted (bptt)", at_least=1)
+    context: int = setting(256, "most tokens that the model reads at once (bptt)", at_least=1)
     tokenizer: str = setting(
         "bpe",
         "sentencepiece's bpe, unigram or char; or words: a plain word list, the choice for a text that has <unk>",

@@ -139,9 +139,9 @@ class SamplingOptions(Settings):
         at_most=1,
         only=_DRAWN,
     )
-    seed: int | None = setting(None, "same seed, same text; unset: another text each time", at_least=0, only=_DRAWN)
-    stop_at_eos: bool = setting(True, "end at the end token; else it is an end of line, and the text goes on")
-    allow_unk: bool = setting(False, "let the model write the unknown token")
+    seed: int | None = setting(None, "random seed; unset: another text each time", at_least=0, only=_DRAWN)
+    stop_at_eos: bool = setting(True, "end at the end token; otherwise it is an end of line, and the text continues")
+    allow_unk: bool = setting(False, "allow the unknown token")
 
     @property
     def draws(self) -> str:

@@ -31,7 +31,7 @@ class ModelSettings(Settings, kw_only=True):
     d_model: int = setting(512, "width of the model", at_least=1, at_most=LARGEST)
     heads: int = setting(8, "attention heads; must divide d_model", at_least=1, at_most=LARGEST)
     feed_forward: int = setting(2048, "width of the feed-forward layers", at_least=1, at_most=LARGEST)
-    dropout: float = setting(0.1, "dropout, where no rate of its own is set", at_least=0, below=1)
+    dropout: float = setting(0.1, "dropout rate; more specific rates override it", at_least=0, below=1)
     attention_dropout: float | None = setting(
         None, "dropout of the attention weights; unset: dropout", at_least=0, below=1
     )
@@ -51,30 +51,30 @@ class ModelSettings(Settings, kw_only=True):
         at_least=1,
         at_most="heads",
     )
-    head_size: int | None = setting(None, "numbers of a head; unset: d_model / heads", at_least=1, at_most=LARGEST)
+    head_size: int | None = setting(None, "size of a head; unset: d_model / heads", at_least=1, at_most=LARGEST)
     qk_norm: bool = setting(False, "RMS norms of each head of queries and keys")
     softcap: float | None = setting(
-        None, "scores are capped smoothly at this", at_least=SOFTCAPS[0], at_most=SOFTCAPS[1]
+        None, "c: attention scores x become c tanh(x / c)", at_least=SOFTCAPS[0], at_most=SOFTCAPS[1]
     )
     window: int | None = setting(
-        None, "self-attention sees so many tokens on either side; unset: all", at_least=0, at_most=LARGEST
+        None, "tokens on either side that self-attention sees; unset: all", at_least=0, at_most=LARGEST
     )
-    sinks: bool = setting(False, "a trained logit of each head of self-attention that takes weight and gives nothing")
+    sinks: bool = setting(False, "a trained logit for each self-attention head that takes weight and has no value")
     positions: str = setting("sinusoidal", "position encoding", choices=(*get_args(Positions), *_IN_ATTENTION))
     max_positions: int = setting(512, "longest sequence", at_least=1, at_most=LARGEST, only={"positions": "learned"})
-    rotary_theta: float = setting(10_000.0, "base of the frequencies", above=0, only=_ROTARY)
-    rotary_share: float = setting(1.0, "share of a head that is turned", above=0, at_most=1, only=_ROTARY)
-    rotary_scaling: float | None = setting(None, "positions are divided by this", above=0, only=_ROTARY)
+    rotary_theta: float = setting(10_000.0, "base of the rotary frequencies", above=0, only=_ROTARY)
+    rotary_share: float = setting(1.0, "share of each head that is rotated", above=0, at_most=1, only=_ROTARY)
+    rotary_scaling: float | None = setting(None, "factor by which positions are divided", above=0, only=_ROTARY)
     rotary_original: int | None = setting(
         None,
-        "length trained with before rotary_scaling, which then slows slow frequencies alone, as in Llama 3",
+        "context before rotary_scaling; if set, only low frequencies are scaled, as in Llama 3",
         at_least=1,
         at_most=LARGEST,
         only={"rotary_scaling": SET},
     )
     relative_buckets: int = setting(32, "buckets of distances", at_least=4, at_most=LARGEST, only=_RELATIVE)
     relative_distance: int = setting(
-        128, "distances from here on share a bucket", at_least=1, at_most=LARGEST, only=_RELATIVE
+        128, "distances from this one on share a bucket", at_least=1, at_most=LARGEST, only=_RELATIVE
     )
     scale_embeddings: bool = setting(True, "multiply embeddings by sqrt(d_model)")
     initialisation: str = setting("xavier_uniform", "of the weight matrices", choices=get_args(Initialisation))
@@ -92,7 +92,7 @@ class ModelSettings(Settings, kw_only=True):
     )
     embedding_range: float | None = setting(
         None,
-        "as initialisation_range, of the embeddings; normal, unset: 1/sqrt(d_model)",
+        "initialisation_range of the embeddings; normal, unset: 1/sqrt(d_model)",
         above=0,
         only={"embedding_initialisation": tuple(RANGES)},
     )

@@ -39,7 +39,9 @@ class TrainConfig(Settings):
     steps: int | None = setting(None, "end after this many optimizer steps", at_least=1)
     epochs: int | None = setting(None, "end after this many passes over the data", at_least=1)
     minutes: float | None = setting(
-        None, "end after this many minutes, with all validations; one that takes over a tenth is made smaller", above=0
+        None,
+        "end after this many minutes, validations included; one that would take over a tenth is made smaller",
+        above=0,
     )
     clock: str = setting(
         "wall",
@@ -78,7 +80,7 @@ class TrainConfig(Settings):
         choices=(_INDUCTOR, "aot_eager", "eager"),
     )
     checkpoint_activations: bool = setting(
-        False, "keep of each layer only its input, and compute it again in backward: less memory"
+        False, "save only the input of each layer, and compute the layer again in backward: less memory"
     )
     parallel: str = setting(
         "ddp",

@@ -68,13 +68,17 @@ class DataConfig(Settings):
     train_source: File | None = setting(None, "file of source sentences (plain or compressed), instead of a dataset")
     train_target: File | None = setting(None, "file of their translations, line by line", only={"train_source": SET})
     valid_source: File | None = setting(
-        None, "the same for validation; unset: split from training", only={"train_source": SET}
+        None, "file of source sentences for validation; unset: split from training", only={"train_source": SET}
     )
-    valid_target: File | None = setting(None, "see valid_source", only={"train_source": SET, "valid_source": SET})
+    valid_target: File | None = setting(
+        None, "file of translations of valid_source", only={"train_source": SET, "valid_source": SET}
+    )
     test_source: File | None = setting(
-        None, "the same for testing; unset: split from training", only={"train_source": SET}
+        None, "file of source sentences for testing; unset: split from training", only={"train_source": SET}
     )
-    test_target: File | None = setting(None, "see test_source", only={"train_source": SET, "test_source": SET})
+    test_target: File | None = setting(
+        None, "file of translations of test_source", only={"train_source": SET, "test_source": SET}
+    )
     valid_size: int = setting(
         500, "pairs split off (or generated) for validation", at_least=1, only=_HELD_OUT | {"valid_source": None}
     )

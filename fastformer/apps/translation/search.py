@@ -32,7 +32,7 @@ _BEAM = {"search": "a beam above 1"}
 class SearchOptions(Settings):
     """Options of greedy and beam search; the help text of each setting describes it."""
 
-    beam: int = setting(4, "hypotheses kept a sentence; 1 is greedy search", at_least=1, at_most=LARGEST)
+    beam: int = setting(4, "hypotheses per sentence; 1 is greedy search", at_least=1, at_most=LARGEST)
     n_best: int = setting(1, "translations returned a sentence", at_least=1, at_most="beam", only=_BEAM)
     length_penalty: float = setting(
         1.0,
@@ -42,7 +42,7 @@ class SearchOptions(Settings):
         only=_BEAM,
     )
     max_ratio: float = setting(2.0, "at most max_ratio * source length + max_extra tokens", at_least=0)
-    max_extra: int = setting(10, "see max_ratio", at_least=0)
+    max_extra: int = setting(10, "tokens added to max_ratio * source length", at_least=0)
     max_length: int | None = setting(None, "at most this many tokens, whatever the source", at_least=1)
     min_length: int = setting(0, "at least this many tokens before the end", at_least=0, at_most="max_length")
     no_repeat_ngram: int = setting(0, "no n-gram of this size twice in a translation; 0: off", at_least=0)

@@ -32,7 +32,7 @@ def test_help_fits_80_columns_and_cuts_no_name(path: str, tmp_path: Path, monkey
 def test_commands_stand_in_order_of_use() -> None:
     text = python("-m", "fastformer", "--help").stdout  # here, tests may have imported commands in another order
     names = [
-        *("demo", "data", "train", "train lm", "train classify", "translate", "score", "generate", "classify"),
+        *("demo", "data", "train", "train lm", "train classify", "translate", "score", "generate", "classify", "serve"),
         *("evaluate", "compare", "plot attention", "plot positions", "plot history", "export", "info"),
     ]
     assert re.findall(r"^  ([a-z]+(?: [a-z]+)?)  ", text, re.M) == names

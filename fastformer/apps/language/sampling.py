@@ -14,13 +14,11 @@ Letters: B rows, T packed tokens, D model width, V vocabulary.
 
 import math
 import secrets
-import sys
 from collections import Counter
 from collections.abc import Iterator, Sequence
 
 import numpy as np
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from fastformer.apps.language.model import LanguageModel
@@ -50,17 +48,11 @@ class LanguageState:
         check_context(model, context)
         if not prompts or not all(prompts):
             raise ValueError("prompts must hold at least one prompt, and each at least one id")
-        self.model, self.context = model, min(context, sys.maxsize)  # torch compares lengths with it
-        device = device_of(model)
-        windows = [list(ids[-context:]) for ids in prompts]
-        self.cache = model.decoder.new_cache(len(windows), longest=context)
-        self.window = torch.zeros(len(windows), 0, dtype=torch.int64, device=device)  # what each row has read
-        layout = Layout.from_lengths([len(window) for window in windows])
-        packed = torch.tensor([i for window in windows for i in window], device="cpu")
-        ids, *layout_tensors = send(device, packed, *layout.tensors)  # [T]
-        layout = layout.made_of(layout_tensors)
-        x = self._read(ids, layout)
-        self.logits = model.logits(x.index_select(0, layout.offsets[1:] - 1))
+        self.model, self.context = model, context
+        self.windows = [list(ids[-context:]) for ids in prompts]  # what each row has read
+        self.cache = model.decoder.new_cache(len(prompts), longest=context)
+        hidden, layout = self._read(self.windows)
+        self.logits = model.logits(hidden.index_select(0, layout.offsets[1:] - 1))
 
     @property
     def lengths(self) -> Tensor:
@@ -69,46 +61,38 @@ class LanguageState:
 
     def step(self, ids: Tensor) -> Tensor:
         """Feed the next token of each row, int64 `[B]`; return the logits of the one after, `[B, V]`."""
-        self._slide()
+        full = [len(window) == self.context for window in self.windows]
+        if any(full):
+            self._slide(full)
         (positions,) = send(ids.device, self.lengths)
-        longest = int(self.lengths.max()) + 1
-        self._widen(longest)
-        self.window[torch.arange(ids.numel(), device=ids.device), positions] = ids
-        x = self.model.embedding(ids[:, None], positions[:, None], longest)  # [B, 1, D]
+        x = self.model.embedding(ids[:, None], positions[:, None], int(self.lengths.max()) + 1)  # [B, 1, D]
+        for window, token in zip(self.windows, ids.tolist(), strict=True):
+            window.append(token)
         return self.model.logits(self.model.decoder.step(x, self.cache)[:, 0])
 
     def keep(self, rows: Tensor) -> None:
         """Keep these rows only, int64, ascending."""
-        self.window = self.window.index_select(0, rows)
+        self.windows = [self.windows[row] for row in rows.tolist()]
         self.cache.keep(rows)
 
-    def _widen(self, tokens: int) -> None:
-        """Widen the windows to at least `tokens`, doubling them; the context may be far longer than all texts."""
-        width = self.window.shape[1]
-        if tokens > width:
-            self.window = F.pad(self.window, (0, min(self.context, max(tokens, 2 * width)) - width))
-
-    def _slide(self) -> None:
+    def _slide(self, full: Sequence[bool]) -> None:
         """Drop the first tokens of full rows and read the rest again; see the window rule above."""
-        full = self.lengths == self.context
-        if not bool(full.any()):
-            return
+        self.cache.crop(self.lengths.masked_fill(torch.tensor(full, device="cpu"), 0))
         tokens = self.context // 2
-        self.cache.crop(self.lengths.masked_fill(full, 0))
-        (rows,) = send(self.window.device, full.nonzero().squeeze(1))
-        ids = self.window[rows, self.context - tokens :].flatten()
+        for row, window in enumerate(self.windows):
+            if full[row]:
+                self.windows[row] = window[len(window) - tokens :]
         if tokens:
-            self._read(ids, Layout.from_lengths(full.long() * tokens, ids.device))
+            self._read([window if each else [] for window, each in zip(self.windows, full, strict=True)])
 
-    def _read(self, ids: Tensor, layout: Layout) -> Tensor:
-        """Read packed ids `[T]` into empty rows; return the hidden states `[T, D]`."""
-        rows = torch.arange(layout.batch, device=ids.device).repeat_interleave(
-            layout.offsets.diff(), output_size=layout.total
-        )
-        self._widen(layout.max_length)
-        self.window[rows, layout.positions] = ids
+    def _read(self, rows: Sequence[Sequence[int]]) -> tuple[Tensor, Layout]:
+        """Read ids into empty rows, none into the others; return packed hidden states `[T, D]` and the layout."""
+        layout = Layout.from_lengths([len(row) for row in rows])
+        packed = torch.tensor([i for row in rows for i in row], device="cpu")
+        ids, *layout_tensors = send(device_of(self.model), packed, *layout.tensors)  # [T]
+        layout = layout.made_of(layout_tensors)
         x = self.model.embedding(ids, layout.positions, layout.max_length)
-        return self.model.decoder.step(x, self.cache, layout)
+        return self.model.decoder.step(x, self.cache, layout), layout
 
 
 def check_context(model: LanguageModel, context: int) -> None:

@@ -1,6 +1,6 @@
 """Classifiers of sequences and of tokens; training runs that label texts, and functions that use them."""
 
-from fastformer.apps.classification.classifier import Classifier, LabelScore, Scores, score
+from fastformer.apps.classification.classifier import Classifier, LabelScore, Scores
 from fastformer.apps.classification.corpus import LabelledCorpus, encode_texts, number_texts, read_labelled
 from fastformer.apps.classification.model import (
     ClassifierConfig,
@@ -39,7 +39,6 @@ __all__ = [
     "load_classifier",
     "number_texts",
     "read_labelled",
-    "score",
     "sequence_classification_loss",
     "token_classification_loss",
 ]

@@ -40,13 +40,6 @@ def class_logits(model: SequenceClassifier, sequences: Sequences, batch_size: in
         yield model.logits(model(batch.ids, layout)).float().cpu()
 
 
-def _checked(logits: Tensor) -> Tensor:
-    """Return logits; raise FloatingPointError for NaN, which argmax would take for the largest."""
-    if bool(logits.isnan().any()):
-        raise FloatingPointError("the model's scores are not numbers: it has diverged")
-    return logits
-
-
 class Classifier:
     """A classifier with its tokenizer and its labels, in evaluation mode.
 
@@ -86,12 +79,16 @@ class Classifier:
         return [self.labels[i] for logits in self._logits(texts, batch_size) for i in logits.argmax(-1).tolist()]
 
     def _logits(self, texts: Sequence[str], batch_size: int) -> Iterator[Tensor]:
+        """Yield logits by batch; raise FloatingPointError for NaN, which argmax would take for the largest."""
         check_texts("texts", texts)
         check_value("batch_size", batch_size, int, at_least=1)
         sequences, cut = encode_texts(texts, self.tokenizer, self.max_length)
         if cut:
             logger.warning("%d of %d texts were cut to %d tokens", cut, len(texts), self.max_length)
-        return map(_checked, class_logits(self.model, sequences, batch_size))
+        for logits in class_logits(self.model, sequences, batch_size):
+            if bool(logits.isnan().any()):
+                raise FloatingPointError("the model's scores are not numbers: it has diverged")
+            yield logits
 
     def attend(self, text: str) -> AttentionMaps:
         """Compute every attention weight of the model that reads a text; row t has the weights of token t."""
@@ -127,12 +124,6 @@ class Scores:
     loss: float
 
     @property
-    def counts(self) -> NDArray[np.int64]:
-        """Count the texts of each label (row) by predicted label (column): int64 `[C, C]`."""
-        size = len(self.labels)
-        return np.bincount(self.wanted * size + self.predicted, minlength=size * size).reshape(size, size)
-
-    @property
     def accuracy(self) -> float:
         """Share of the texts with the right label."""
         return float(np.mean(self.wanted == self.predicted))
@@ -140,33 +131,23 @@ class Scores:
     @property
     def macro_f1(self) -> float:
         """Mean F1 over the labels that occur or were predicted."""
-        seen = np.union1d(self.wanted, self.predicted)
         each = self.each
-        return float(np.mean([each[i].f1 for i in seen]))
+        return float(np.mean([each[i].f1 for i in np.union1d(self.wanted, self.predicted)]))
 
     @property
     def each(self) -> list[LabelScore]:
         """The scores of every label, in order."""
         correct = self.wanted[self.wanted == self.predicted]
-        right, texts, predicted = (
-            np.bincount(x, minlength=len(self.labels)) for x in (correct, self.wanted, self.predicted)
-        )
-        # F1 is 2 right / (texts + predicted); what never occurs is 0, not 0 / 0.
-        precision, recall, f1 = (
-            right * factor / np.maximum(count, 1)
-            for factor, count in ((1, predicted), (1, texts), (2, texts + predicted))
-        )
-        columns = (texts.tolist(), precision.tolist(), recall.tolist(), f1.tolist())
-        return [LabelScore(*row) for row in zip(self.labels, *columns, strict=True)]
+        counts = (np.bincount(x, minlength=len(self.labels)).tolist() for x in (correct, self.wanted, self.predicted))
+        scores = []
+        for label, right, texts, predicted in zip(self.labels, *counts, strict=True):
+            f1 = 2 * right / max(texts + predicted, 1)  # 0, not 0 / 0, for a label that never occurs
+            scores.append(LabelScore(label, texts, right / max(predicted, 1), right / max(texts, 1), f1))
+        return scores
 
     def __str__(self) -> str:
         accuracy = f"accuracy {100 * self.accuracy:.2f} % of {len(self.wanted):,} texts"
         return f"{accuracy}, macro-F1 {self.macro_f1:.4f}, loss {self.loss:.4f}"
-
-
-def score(model: SequenceClassifier, corpus: LabelledCorpus, tokenizer: Tokenizer, max_length: int) -> Scores:
-    """Predict the label of every text of a corpus; call `.eval()` first."""
-    return score_logits(class_logits(model, encode_texts(corpus.texts, tokenizer, max_length)[0]), corpus)
 
 
 def score_logits(batches: Iterable[Tensor], corpus: LabelledCorpus) -> Scores:

@@ -61,7 +61,7 @@ def read_labelled(path: Path | str, labels: Sequence[str] | None = None, name: s
             text, or only one label.
     """
     labelled: list[tuple[str, str]] = []
-    known = {} if labels is None else {_to_nfc(label): label for label in labels} | {label: label for label in labels}
+    known = {} if labels is None else {_to_nfc(label): label for label in labels}
     dropped = 0
     for number, line in enumerate(iterate_lines(path), start=1):
         if not line.strip():
@@ -72,13 +72,10 @@ def read_labelled(path: Path | str, labels: Sequence[str] | None = None, name: s
             raise TextError(f"{path}:{number}: no tab; a line is a label, a tab and a text")
         if not label:
             raise TextError(f"{path}:{number}: no label before the tab")
-        composed = _to_nfc(label)
-        if labels is None:
-            label = composed
-        elif label in known or composed in known:  # older runs have labels in other forms
-            label = known[label if label in known else composed]
-        else:
+        label = _to_nfc(label)
+        if labels is not None and label not in known:
             raise TextError(f"{path}:{number}: label {label!r} is not among those of training: {_shortened(labels)}")
+        label = known.get(label, label)
         if text:
             labelled.append((label, text))
         else:

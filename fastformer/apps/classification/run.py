@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from fastformer.apps.classification.classifier import Classifier, Scores, class_logits, score, score_logits
+from fastformer.apps.classification.classifier import Classifier, Scores, class_logits, score_logits
 from fastformer.apps.classification.corpus import (
     LabelledCorpus,
     Split,
@@ -252,4 +252,5 @@ def evaluate(
         check_value("split", split, str, choices=("test", "valid"))
         data = ClassificationDataConfig(**APPLICATION.read_config(folder)["data"])
         corpus = read_labelled_corpora(data)[split]
-    return corpus, score(classifier.model, corpus, classifier.tokenizer, classifier.max_length)
+    sequences, _ = encode_texts(corpus.texts, classifier.tokenizer, classifier.max_length)
+    return corpus, score_logits(class_logits(classifier.model, sequences), corpus)

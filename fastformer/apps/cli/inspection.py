@@ -76,7 +76,6 @@ def positions(
     d_model: Annotated[int | None, whole_number("without a run: width of the model; default: 128")] = None,
     length: Annotated[int | None, whole_number("positions to draw; default: all that a run learned, or 100")] = None,
     output: Output = Path("positions.png"),
-    checkpoint: Annotated[str | None, typer.Option(help="of a run: best (the default), last or average")] = None,
     side: Annotated[
         str | None,
         typer.Option(help="positions of this side: source (the default) or target", rich_help_panel=_TRANSLATION),
@@ -86,28 +85,30 @@ def positions(
     from fastformer.apps.plots import plot_positions, save
 
     _check_figure(output, *([] if run is None else [run]))
-    for name, value in (("d_model", d_model), ("length", length)):
-        check_value(name, value, int | None, at_least=1, at_most=16384)
+    check_value("d_model", d_model, int | None, at_least=1, at_most=16384)
+    check_value("length", length, int | None, at_least=1, at_most=16384)
+    check_value("side", side, str | None, choices=("source", "target"))
     if run is None:
-        for option, text in (("side", side), ("checkpoint", checkpoint)):
-            if text is not None:
-                raise ValueError(f"--{option} needs --run")
+        if side is not None:
+            raise ValueError("--side needs --run")
         width = d_model or 128
         encoding, title = sinusoidal_positions(length or 100, width), f"sinusoidal positions, d_model {width}"
     else:
         if d_model is not None:
             raise ValueError("--d-model is for positions without a run; leave it out, or leave out --run")
-        check_value("side", side, str | None, choices=("source", "target"))
         application = application_of(read_kind(run))
-        model = application.load_weights(run, checkpoint or "best")
-        has_sides = hasattr(model, "source_embedding")
-        if side is not None and not has_sides:
+        model = application.load_weights(run, "best")
+        embeddings = {
+            name: getattr(model, f"{prefix}embedding")
+            for name, prefix in (("source", "source_"), ("target", "target_"), (None, ""))
+            if hasattr(model, f"{prefix}embedding")
+        }
+        if side is not None and side not in embeddings:
             raise ValueError(f"{run} is a {application.title} run; --side is not for it")
-        side = side or "source"
-        embedding = getattr(model, f"{side}_embedding" if has_sides else "embedding")
+        name = side or next(iter(embeddings))
         length = length or model.config.longest or 100
-        encoding = embedding.encodings(length)[:length]
-        where = f"{run}, {side}" if has_sides else run
+        encoding = embeddings[name].encodings(length)[:length]
+        where = f"{run}, {name}" if name else run
         title = f"{model.config.positions} positions of {where}, d_model {model.config.d_model}"
     console.print(f"wrote {save(plot_positions(encoding, title), output)}")
 

@@ -178,14 +178,14 @@ def info(run: Annotated[Path | None, typer.Option(help="run folder to describe, 
     if choice != "auto":
         lines += [f"with it, a float32 tensor on {device} takes", *_ops(choice, device)]
     lines += [f"with backend auto, a float32 tensor on {device} takes", *_ops("auto", device)]
-    console.print("\n".join(lines))
     if run is not None:
         application = application_of(read_kind(run))
         described = application.describe(application.model(**application.read_config(run)["model"]))
         checkpoints = CheckpointFolder(run / "checkpoints")
         best, last = (path.name if path else "none" for path in (checkpoints.best(), checkpoints.last()))
-        console.print(f"{run}: {application.title} run, {described}")
-        console.print(f"  checkpoints: best {best} (value {checkpoints.best_value()}), last {last}")
+        lines.append(f"{run}: {application.title} run, {described}")
+        lines.append(f"  checkpoints: best {best} (value {checkpoints.best_value()}), last {last}")
+    console.print("\n".join(lines))
 
 
 def _version(distribution: str) -> str:

@@ -186,55 +186,6 @@ def refused(folder: Path, text: str) -> str:
     return done.stderr
 
 
-NEW = "train classify --steps 1 --run new --device cpu"
-WRONG = [
-    ("train classify --run run --steps 1", "run holds a run already"),
-    (f"{NEW} --train-text no.tsv", "no.tsv: no such file"),
-    (f"{NEW} --train-text empty", "empty: the file is empty"),
-    (f"{NEW} --train-text tabless", "tabless:2: no tab; a line is a label, a tab and a text"),
-    (f"{NEW} --train-text one.tsv", "one.tsv: every text has the label 'a'"),
-    (f"{NEW} --train-text few.tsv", "train: 2 different texts are too few"),
-    (
-        f"{NEW} --train-text text.tsv --valid-text few.tsv",
-        "few.tsv:1: label 'a' is not among those of training: animal",
-    ),
-    (f"{NEW} --valid-text text.tsv", "valid_text and test_text need train_text"),
-    (f"{NEW} --dataset reviews", "dataset must be numbers, unless train_text is given, not 'reviews'"),
-    (f"{NEW} --batch-tokens 400", "batch_tokens has an effect only without batch_sentences"),
-    (f"{NEW} --batch-sentences 0", "batch_sentences must be at least 1, not 0"),
-    (f"{NEW} --metric bleu", "metric='bleu' is no value of this validation; choose loss, accuracy, macro_f1"),
-    (f"{NEW} --config classes.toml", "[model] classes is set from the labels; leave it out"),
-    (f"{NEW} --config labels.toml", "[data] labels is set from the training text; leave it out"),
-    (f"{NEW} --config lm.toml", "is for a language-model run; use `fastformer train lm`"),
-    ("train --run run --resume --steps 40", "run is a classification run; use `fastformer classify`"),
-    ("evaluate --run run --beam 3", "run is a classification run; --beam is not for it"),
-    ("evaluate --run run --source few.tsv", "few.tsv:1: label 'a' is not among those of training: animal, plant, tool"),
-    ("plot attention --run run --source the", "run is a classification run; give --text"),
-    ("plot positions --run run --side source", "run is a classification run; --side is not for it"),
-    ("export --run run --to c", "CTranslate2 has no models like SequenceClassifier; export it as safetensors"),
-    ("classify --run run --input text.tsv hello", "give texts or --input, not both"),
-    ("classify --run run --input text.tsv --output text.tsv", "text.tsv is also read"),
-    ("classify --run run --input text.tsv --output run/config.toml", "is a file of the run run"),
-    ("classify --run nowhere hello", "nowhere is not a run folder"),
-]
-
-
-@pytest.mark.parametrize(("text", "message"), WRONG, ids=[text for text, _ in WRONG])
-def test_a_mistake_gets_one_line_and_changes_nothing(folder: Path, text: str, message: str) -> None:
-    contents = {
-        "empty": "", "tabless": "a\tx\nb x\n", "one.tsv": "a\tx\na\ty\n", "few.tsv": "a\tx\nb\ty\n",
-        "classes.toml": "[model]\nclasses = 3\n", "labels.toml": '[data]\nlabels = ["a", "b"]\n',
-        "lm.toml": '[run]\nkind = "language"\n',
-    }  # fmt: skip
-    for name, content in contents.items():
-        (folder / name).write_text(content)
-    before = {path: path.stat().st_mtime_ns for path in folder.rglob("*") if path.is_file() and path.name != ".lock"}
-    assert message in refused(folder, text)
-    assert {
-        path: path.stat().st_mtime_ns for path in folder.rglob("*") if path.is_file() and path.name != ".lock"
-    } == before
-
-
 def test_what_a_classifier_cannot_do_is_refused_in_python_too() -> None:
     with pytest.raises(ValueError, match="cuda_graphs must be False for classifiers"):
         ClassificationTrainConfig(steps=1, cuda_graphs=True)

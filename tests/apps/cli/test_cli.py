@@ -174,57 +174,6 @@ def test_flags_override_the_file(tmp_path: Path) -> None:
     assert "d_model = 16" in config
 
 
-WRONG = [
-    ("train --run run --steps 1", "run holds a run already"),
-    ("train --run new", "no end of training is set"),
-    ("train --run new --steps 1 --activation swish", "activation must be one of"),
-    ("train --run new --steps 1 --target it", "fr, de"),
-    ("train --run new --steps 1 --dataset missing", "missing"),
-    ("train --run new --steps 1 --train-source a.txt", "train_source and train_target must be given together"),
-    ("train --run new --steps 1 --train-source no.en --train-target no.fr", "no.en"),
-    ("train --run new --steps 1 --train-source three.txt --train-target two.txt", "has 3 lines but two.txt has 2"),
-    ("train --run new --steps 1 --train-source bad.txt --train-target two.txt", "bad.txt:2: not valid UTF-8"),
-    ("train --run new --steps 1 --train-source empty.txt --train-target two.txt", "empty.txt"),
-    ("train --run new --config typo.toml", "did you mean 'd_model'?"),
-    ("train --run new --config derived.toml --steps 1", "pad_id is set from the tokenizer"),
-    ("train --run new --config no.toml", "no such configuration file"),
-    ("train --run run --resume --heads 4", "takes its data and model from the run folder"),
-    ("train --run nothing --resume --steps 9", "not a run folder"),
-    ("train --run new --steps 1 --device tpu", "device must be"),
-    ("translate --run nothing hello", "not a run folder"),
-    ("translate --run run --checkpoint newest hello", "best, last, average"),
-    ("translate --run run --beam 0 hello", "beam must be at least 1"),
-    ("translate --run run --beam 2 --n-best 3 hello", "n_best must be at least 1 and at most beam (2), not 3"),
-    ("translate --run run --input no.txt", "no.txt"),
-    ("translate --run run --batch-size 0 hello", "batch_size must be at least 1"),
-    ("translate --run run --batch-size 2.0 hello", "batch_size must be a whole number, at least 1, not '2.0'"),
-    (
-        "translate --run run --beam 2.0 hello",
-        "beam must be a whole number, at least 1 and at most 2,147,483,647, not '2.0'",
-    ),
-    ("evaluate --run run --bleu-tokenizer flores200", "bleu_tokenizer must be one of 13a, intl, zh, ja-mecab, "),
-    ("evaluate --run run --split dev", "split must be one of test, valid"),
-    ("evaluate --run run --source three.txt", "--source and --target must be given together"),
-    ("data multi31k --from .", "multi30k"),
-    ("data multi30k --from nowhere", "nowhere"),
-    ("demo --target it --run new", "fr, de"),
-    ("info --run nothing", "not a run folder"),
-    ("translate --run run --input two.txt seven", "give sentences or --input, not both"),
-    (
-        "translate --run run --beam 1 --length-penalty 0.5 seven",
-        "length_penalty has an effect only with a beam above 1",
-    ),
-    ("evaluate --run run --split valid --source two.txt --target two.txt", "give --split or --source, not both"),
-    ("generate --run run --temperature 0 --top-k 3 a", "top_k has an effect only with a temperature above 0"),
-    (
-        "export --run run --to out --format safetensors --quantization int8",
-        "--quantization is not for format safetensors",
-    ),
-    ("export --run run --to out --dtype float16", "--dtype is not for format ctranslate2"),
-    ("plot positions --checkpoint last", "--checkpoint needs --run"),
-]
-
-
 def test_every_whole_number_is_typed_as_one() -> None:
     """typer would take 64.0 for 64, which neither Python nor a file may say."""
     groups, names = [app], []
@@ -237,25 +186,6 @@ def test_every_whole_number_is_typed_as_one() -> None:
                     assert options[0].parser is int_or_text, (command.callback, name)
                     names.append(name)
     assert {"d_model", "steps", "beam", "top_k", "batch_size", "length", "overlap", "positions"} <= set(names)
-
-
-@pytest.mark.parametrize(("command", "message"), WRONG, ids=[command for command, _ in WRONG])
-def test_a_mistake_gets_one_line_and_loses_nothing(run: Path, command: str, message: str) -> None:
-    (run / "three.txt").write_text("a\nb\nc\n")
-    (run / "two.txt").write_text("a\nb\n")
-    (run / "bad.txt").write_bytes(b"fine\n\xff\xfe\n")
-    (run / "empty.txt").write_text("")
-    (run / "typo.toml").write_text("[model]\nd_modle = 3\n")
-    (run / "derived.toml").write_text("[model]\npad_id = 3\n")
-    before = {path: path.stat().st_mtime_ns for path in (run / "run").rglob("*")}
-    done = fastformer(*command.split(), cwd=run)
-    assert done.returncode == 2
-    assert message in done.stderr
-    assert done.stderr.startswith("error: ")
-    assert len(done.stderr.strip().split("\n")) == 1
-    assert not (run / "new" / "config.toml").exists()
-    assert not (run / "out").exists()
-    assert {path: path.stat().st_mtime_ns for path in (run / "run").rglob("*")} == before
 
 
 def test_standard_input_that_is_not_utf8(run: Path) -> None:
@@ -297,21 +227,6 @@ def test_threads_spin_where_nobody_else_computes(
         (tmp_path / "loadavg").write_text(f"0.52 1.52 1.74 {running} 8422")
     monkeypatch.setattr("fastformer.apps.system.waiting._LOAD", tmp_path / "loadavg")
     assert waiting(given) == added
-
-
-def test_backends_that_cannot_be_met_are_one_line(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("fastformer.functional.choice._INTERPRETED", False)
-    with fastformer_package.backend("triton"):
-        done = fastformer("translate", "--run", "run", "--device", "cpu", "one", cwd=run)
-    assert done.returncode == 2
-    assert done.stderr.startswith("error: backend 'triton' was asked for, but")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(sys.modules["fastformer.backend"].process, "backend", "tritn")
-        done = fastformer("info", cwd=run)
-    assert (done.returncode, done.stderr) == (
-        2,
-        "error: FASTFORMER_BACKEND is 'tritn'; it must be one of auto, triton, reference\n",
-    )
 
 
 @pytest.mark.parametrize(

@@ -38,17 +38,3 @@ def test_a_run_is_exported(folder: Path, tmp_path: Path, kind: str) -> None:
     done = fastformer("export", "--run", kind, "--quantization", "int8", "--to", str(tmp_path / "c"), cwd=folder)
     assert done.returncode == 0, done.stderr
     assert ctranslate2.contains_model(str(tmp_path / "c"))
-
-
-def test_mistakes(folder: Path, tmp_path: Path) -> None:
-    def error(*arguments: str) -> str:
-        done = fastformer("export", *arguments, cwd=folder)
-        assert done.returncode == 2
-        return done.stderr
-
-    new = str(tmp_path / "new")
-    assert "format must be one of ctranslate2, safetensors, not 'onnx'" in error("--to", new, "--format", "onnx")
-    assert "is not a run folder" in error("--to", new, "--run", "nowhere")
-    assert "choose another folder" in error("--to", str(folder), "--run", "translation", "--format", "safetensors")
-    assert "quantization must be one of" in error("--to", new, "--run", "translation", "--quantization", "int3")
-    assert not Path(new).exists()

@@ -1,4 +1,4 @@
-"""`fastformer generate` as a person uses it: batched, from files, with right and wrong input."""
+"""`fastformer generate` as a person uses it: batched, from files."""
 
 from pathlib import Path
 
@@ -59,34 +59,3 @@ def test_texts_of_several_lines(loaded, tmp_path):
     assert done.stdout.endswith("\n\n")
     assert generate(*arguments, "--temperature", "4", "--output", "out.txt", cwd=tmp_path).returncode == 0
     assert (tmp_path / "out.txt").read_text(encoding="utf-8") == done.stdout
-
-
-WRONG = [
-    (["the", "--temperature", "-1"], "temperature must be at least 0, not -1.0"),
-    (["the", "--top-p", "0"], "top_p must be above 0 and at most 1, not 0.0"),
-    (["the", "--top-p", "1.5"], "top_p must be above 0 and at most 1, not 1.5"),
-    (["the", "--top-k", "-2"], "top_k must be at least 0, not -2"),
-    (["the", "--max-new-tokens", "0"], "max_new_tokens must be at least 1, not 0"),
-    (["the", "a", "--batch-size", "0"], "batch_size must be at least 1, not 0"),
-    (["the", "--seed", "-1"], "seed must be at least 0, not -1"),
-    (["the", "--device", "tpu"], "device must be auto, cpu, cuda, cuda:N, mps or xpu, not 'tpu'"),
-    (["the", "--prompt-file", "prompts.txt"], "give prompts or --prompt-file, not both"),
-    (["--prompt-file", "no.txt"], "no.txt"),
-    (["--prompt-file", "empty.txt"], "empty.txt"),
-    (["the", "--output", "nowhere/out.txt"], "nowhere"),
-    (["the", "--output", "."], "is a folder"),
-]
-
-
-@pytest.mark.parametrize(("arguments", "message"), WRONG, ids=[" ".join(arguments) for arguments, _ in WRONG])
-def test_a_mistake_gets_one_line(loaded, generator, tmp_path, monkeypatch, arguments, message):
-    (tmp_path / "empty.txt").write_text("")
-    (tmp_path / "prompts.txt").write_text("the\n")
-    if "--output" in arguments:  # found before anything is written, or the texts would be lost
-        monkeypatch.setattr(generator, "generate_each", None)
-    done = generate(*arguments, cwd=tmp_path)
-    assert done.returncode == 2
-    assert message in done.stderr
-    assert done.stderr.startswith("error: ")
-    assert len(done.stderr.strip().split("\n")) == 1
-    assert done.stdout == ""

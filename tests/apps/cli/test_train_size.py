@@ -1,4 +1,4 @@
-"""The first pairs of a corpus, whatever it is made of, and settings that are paths."""
+"""The first pairs of a corpus, whatever it is made of."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -9,6 +9,7 @@ import pytest
 pytest.importorskip("typer", reason="the command line needs the extra `apps`")
 
 from fastformer.apps.text import prepare, write_lines
+from fastformer.apps.train import TrainConfig
 from fastformer.apps.translation import run as translation
 from fastformer.apps.translation.run import DataConfig, read_corpora
 from tests.support.command_line import fastformer
@@ -73,4 +74,8 @@ def test_train_size_of_a_folder_is_saved_and_used(tmp_path: Path) -> None:
         translation.APPLICATION.read_config(tmp_path / "new")
 
 
-# Paths in Python.
+def test_a_batch_without_room_for_a_sentence_is_refused_before_a_folder_is_made(tmp_path: Path) -> None:
+    data = DataConfig(train_size=50, valid_size=5, test_size=5, vocabulary=60)
+    with pytest.raises(ValueError, match="tokens=3 is less than sentence pair"):
+        translation.TranslationRun.create(tmp_path / "run", data, SMALL, TrainConfig(steps=1, batch_tokens=3))
+    assert not (tmp_path / "run").exists()

@@ -48,6 +48,7 @@ core-faults:  ## the same of packing, the references of the ops, and nn
 
 codegen:  ## compile every launch configuration anew, whatever is recorded, and hold it to the budget
 	$(PYTHON) -m benchmarks.codegen --fresh --jobs $(JOBS) | tail -n 60
+	$(PYTHON) -m benchmarks.codegen --fresh --arch gfx942 --jobs $(JOBS) | tail -n 60
 
 # A third of that; with an unknown fingerprint a row of any other GPU is compiled, too. Of desktop GPUs attention, forward
 # and backward, and all of head size 256.

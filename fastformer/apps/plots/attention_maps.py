@@ -4,34 +4,26 @@ Letters: L layers, H heads, T query positions (of a translation: of the target),
 """
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import product
-from typing import TYPE_CHECKING, Literal, Protocol
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from fastformer.apps.plots.figure import grid, label_inches, magnification, new_figure, set_ticks, set_title
+from fastformer.apps.plots.figure import font_families, grid, new_figure, plain, set_title, visible
 from fastformer.host.devices import device_of
 
 if TYPE_CHECKING:
+    from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-_BAR = (0.0, 0.2, 0.4, 0.6, 0.8, 1.0)  # numbers on the colour bar
+_BAR = (0.0, 0.2, 0.4, 0.6, 0.8, 1.0)  # numbers on the colour bar, fixed because the layout reserves their width
 _MOST_INCHES = 24.0  # of a grid's panels in one direction, unless a panel would be smaller than its minimum
-
-
-class SequenceModel(Protocol):
-    """A model of one sequence, such as language models and classifiers of fastformer."""
-
-    def parameters(self) -> Iterator[nn.Parameter]:
-        """Return the parameters of the model."""
-        ...
-
-    def attention_maps(self, ids: Tensor) -> Tensor:
-        """Return the weights `[L, H, T, T]` of a sequence of T ids."""
-        ...
+_LONGEST_LABEL = 24  # characters
+_INCHES_PER_LINE = 0.14  # of small text, so that adjacent labels do not touch
+_INCHES_PER_CHARACTER = 0.085  # of small text, on average
 
 
 @dataclass(frozen=True)
@@ -80,11 +72,16 @@ class AttentionMaps:
         return plot_attention(weights, self.keys, self.queries, title, self.axis_names, panel_names)
 
 
-def attend_ids(model: SequenceModel, ids: Sequence[int], tokens: Sequence[str], text: str = "") -> AttentionMaps:
+def _check_choice(name: str, value: int | str, count: int, words: tuple[str, ...]) -> None:
+    if value not in words and not (isinstance(value, int) and 1 <= value <= count):
+        raise ValueError(f"{name} must be 1 to {count} or {' or '.join(words)}, not {value!r}")
+
+
+def attend_ids(model: Any, ids: Sequence[int], tokens: Sequence[str], text: str = "") -> AttentionMaps:
     """Compute every attention weight of a model for one sequence.
 
     Args:
-        model: call `.eval()` first, or dropout sets some weights to 0.
+        model: a language model or a classifier; call `.eval()` first, or dropout sets some weights to 0.
         ids: the ids of the sequence.
         tokens: a name for each id.
         text: the text in the title; empty: the tokens.
@@ -128,42 +125,48 @@ def plot_attention(
             f"weights must be [T, S], [H, T, S] or [L, H, T, S] with [T, S] = {tokens} for these tokens and no "
             f"dimension of size 0, not {list(weights.shape)}"
         )
+    queries, keys = ([_label(token) for token in each] for each in (target_tokens, source_tokens))
     sizes = weights.shape[:-2]  # one map, panels, or rows of panels
     names = ("layer", "head")[2 - len(sizes) :] if panel_names is None else panel_names
     count = math.prod(sizes)
     columns = sizes[1] if len(sizes) == 2 else math.ceil(count / math.isqrt(count))
     rows = math.ceil(count / columns)
     across, down = (0.32, 0.28) if count == 1 else (0.22, 0.2)  # inches a token
-    width = min(max(across * tokens[1], 1.6), max(1.6, _MOST_INCHES / columns))
-    height = min(max(down * tokens[0], 1.4), max(1.4, min(_MOST_INCHES / rows, 2 * width)))
+    width = min(max(across * len(keys), 1.6), max(1.6, _MOST_INCHES / columns))
+    height = min(max(down * len(queries), 1.4), max(1.4, min(_MOST_INCHES / rows, 2 * width)))
     # Beside the panels: the labels, the name of the axis and the colour bar; above each panel, the panel's name.
     figure = new_figure(
-        columns * (width + 0.1) + label_inches(target_tokens) + 1.6,
-        rows * (height + 0.3) + label_inches(source_tokens) + 0.9,
+        columns * (width + 0.1) + _INCHES_PER_CHARACTER * max(map(len, queries)) + 1.6,
+        rows * (height + 0.3) + _INCHES_PER_CHARACTER * max(map(len, keys)) + 0.9,
     )
     panels = grid(figure, rows, columns, count)
     for number, (index, axes) in enumerate(zip(product(*map(range, sizes)), panels, strict=True)):
         values = weights[index].detach().float().cpu().numpy()
         image = axes.imshow(values, aspect="auto", cmap="viridis", vmin=0.0, vmax=1.0, interpolation="nearest")
-        axes.tick_params(length=2)
         # Only the outer panels carry tokens: every panel of a column and of a row has the same.
-        set_ticks(axes, "x", source_tokens if number + columns >= count else (), width)
-        set_ticks(axes, "y", target_tokens if number % columns == 0 else (), height)
+        _set_ticks(axes, "x", keys if number + columns >= count else [], width)
+        _set_ticks(axes, "y", queries if number % columns == 0 else [], height)
         axes.set_title(", ".join(f"{name} {i + 1}" for name, i in zip(names, index, strict=True)), fontsize="small")
-    size = 10 * magnification(figure)
-    figure.supxlabel(axis_names[0], fontsize=size)
-    figure.supylabel(axis_names[1], fontsize=size)
+    figure.supxlabel(axis_names[0])
+    figure.supylabel(axis_names[1])
     set_title(figure, title)
-    # As thick as a line of text is high, whatever the height of the figure. The ticks are fixed: matplotlib chooses
-    # ticks after the layout, and "0.25", where the layout had "0.2", pushed the label over the edge.
-    bar = figure.colorbar(
-        image, ax=panels, fraction=0.03, pad=0.02, aspect=max(20, 4 * figure.get_figheight()), ticks=_BAR, format="%.1f"
+    # As thick as a line of text is high, whatever the height of the figure.
+    thickness = max(20, 4 * figure.get_figheight())
+    figure.colorbar(
+        image, ax=panels, label="attention weight", fraction=0.03, pad=0.02, aspect=thickness, ticks=_BAR, format="%.1f"
     )
-    bar.set_label("attention weight", fontsize=size)
     return figure
 
 
-def _check_choice(name: str, value: int | str, count: int, words: tuple[str, ...]) -> None:
-    if value in words or (isinstance(value, int) and 1 <= value <= count):
-        return
-    raise ValueError(f"{name} must be 1 to {count} or {' or '.join(words)}, not {value!r}")
+def _set_ticks(axes: "Axes", which: Literal["x", "y"], labels: Sequence[str], inches: float) -> None:
+    """Label the positions of an axis of this length; with every n-th label if they would overlap."""
+    stride = max(1, math.ceil(len(labels) * _INCHES_PER_LINE / inches))
+    axis = axes.xaxis if which == "x" else axes.yaxis
+    axis.set_tick_params(length=2, labelrotation=90 if which == "x" else 0)
+    places = range(0, len(labels), stride)
+    axis.set_ticks(places, labels=list(map(plain, labels[::stride])), fontsize="small", fontfamily=font_families())
+
+
+def _label(token: str) -> str:
+    token = visible(token)
+    return token if len(token) <= _LONGEST_LABEL else token[: _LONGEST_LABEL - 1] + "…"

@@ -2,8 +2,8 @@
 
 from typing import TYPE_CHECKING
 
-import torch
 from torch import Tensor
+from torch.nn.functional import normalize
 
 from fastformer.apps.plots.figure import grid, new_figure, set_title
 
@@ -16,31 +16,26 @@ _MOST_ROWS = 2048  # more than a picture's pixels; matplotlib takes some 50 byte
 def plot_positions(encoding: Tensor, title: str = "") -> "Figure":
     """Draw a positional encoding `[T, D]` and the cosine similarity of positions; of over 2,048, every n-th is drawn.
 
-    Raises:
-        ValueError: encoding does not have two dimensions, or one has size 0.
+    Raises ``ValueError`` if encoding does not have two dimensions, or one has size 0.
     """
     if encoding.dim() != 2 or 0 in encoding.shape:
         raise ValueError(f"encoding has shape {list(encoding.shape)}; it must be [T, D], both at least 1")
-    from matplotlib.ticker import MaxNLocator
-
     T, D = encoding.shape
     values = encoding.detach()[:: -(-T // _MOST_ROWS)].float().cpu()  # [at most _MOST_ROWS, D]
-    normal = torch.nn.functional.normalize(values, dim=1)
+    similarity = normalize(values, dim=1) @ normalize(values, dim=1).T
     limit = float(values.abs().max()) or 1.0
     figure = new_figure(11.0, 4.4)
     left, right = grid(figure, 1, 2, 2)
-    # Left, right, bottom and top of a picture, so that the number of a position is in the middle of its cell.
-    extent = (-0.5, D - 0.5, T - 0.5, -0.5)
-    image = left.imshow(
-        values.numpy(), aspect="auto", interpolation="nearest", extent=extent, cmap="RdBu_r", vmin=-limit, vmax=limit
-    )
-    figure.colorbar(image, ax=left, label="value")
+    for axes, image, label, width, options in (
+        (left, values, "value", D, {"aspect": "auto", "cmap": "RdBu_r", "vmin": -limit, "vmax": limit}),
+        (right, similarity, "cosine similarity", T, {"cmap": "viridis"}),
+    ):
+        # Left, right, bottom and top of a picture, so that the number of a position is in the middle of its cell.
+        extent = (-0.5, width - 0.5, T - 0.5, -0.5)
+        drawn = axes.imshow(image.numpy(), interpolation="nearest", extent=extent, **options)
+        figure.colorbar(drawn, ax=axes, label=label)
+        axes.locator_params(integer=True)
     left.set(xlabel="dimension", ylabel="position", title="value of each dimension")
-    extent = (-0.5, T - 0.5, T - 0.5, -0.5)
-    image = right.imshow((normal @ normal.T).numpy(), cmap="viridis", interpolation="nearest", extent=extent)
-    figure.colorbar(image, ax=right, label="cosine similarity")
     right.set(xlabel="position", ylabel="position", title="similarity of positions")
-    for axis in (left.xaxis, left.yaxis, right.xaxis, right.yaxis):
-        axis.set_major_locator(MaxNLocator(integer=True))
     set_title(figure, title)
     return figure

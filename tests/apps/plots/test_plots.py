@@ -11,7 +11,7 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.text import Text
 
 from fastformer.apps.plots import figure as figure_module
-from fastformer.apps.plots import plot_attention, plot_history, plot_positions, save
+from fastformer.apps.plots import plot_attention, plot_history, plot_positions
 from tests.support.python import python
 
 TRAIN = [{"kind": "train", "step": step, "epoch": 1, "seconds": 1.0, "loss": 5.0 / step, "lr": 0.1} for step in (1, 2)]
@@ -33,37 +33,24 @@ def renderer_of(figure):
     return canvas.get_renderer()
 
 
-def axes_of(figure):
-    return [axis for axes in figure.axes for axis in (axes.xaxis, axes.yaxis)]
-
-
 def check_texts(figure) -> None:
-    """The edge of the figure cuts no text."""
+    """The edge of the figure cuts no text, and no label of an axis overlaps its neighbour."""
     renderer, frame = renderer_of(figure), figure.bbox
     hidden = set()  # labels of ticks that lie beyond the ends of their axis, and are not drawn
-    for axis in axes_of(figure):
+    for axis in (axis for axes in figure.axes for axis in (axes.xaxis, axes.yaxis)):
         low, high = sorted(axis.get_view_interval())
         ticks = [*axis.get_major_ticks(), *axis.get_minor_ticks()]
         hidden |= {label for tick in ticks if not low <= tick.get_loc() <= high for label in (tick.label1, tick.label2)}
+        labels = [label for label in axis.get_ticklabels() if label.get_text() and label not in hidden]
+        boxes = [label.get_window_extent(renderer) for label in labels]
+        assert not any(one.overlaps(other) for one, other in itertools.pairwise(boxes))
     texts = [text for text in figure.findobj(Text) if text.get_visible() and text.get_text() and text not in hidden]
     boxes = [(text.get_text(), text.get_window_extent(renderer)) for text in texts]
     assert not [text for text, box in boxes if box.x0 < 0 or box.y0 < 0 or box.x1 > frame.x1 or box.y1 > frame.y1]
 
 
-def check_labels(figure) -> None:
-    """No label of an axis overlaps its neighbour."""
-    renderer = renderer_of(figure)
-    for axis in axes_of(figure):
-        boxes = [label.get_window_extent(renderer) for label in axis.get_ticklabels() if label.get_text()]
-        assert not any(one.overlaps(other) for one, other in itertools.pairwise(boxes))
-
-
-def drawn_panels(figure):
-    return [axes for axes in figure.axes if axes.get_images()]
-
-
 def images_of(figure) -> list[torch.Tensor]:
-    return [torch.from_numpy(axes.images[0].get_array().filled()) for axes in drawn_panels(figure)]
+    return [torch.from_numpy(axes.images[0].get_array().filled()) for axes in figure.axes if axes.get_images()]
 
 
 def labels_of(axis) -> list[str]:
@@ -78,37 +65,28 @@ def test_history_has_a_panel_for_every_value_and_a_line_for_every_run():
     ]  # fmt: skip
     assert {axes.get_xlabel() for axes in figure.axes} == {"optimiser step"}
     loss, perplexity, bleu, _ = figure.axes
-    lines = {line.get_label(): (list(line.get_xdata()), list(line.get_ydata())) for line in loss.lines}
-    assert lines == {
-        "small, training": ([1, 2], [5.0, 2.5]),
-        "small, validation": ([2, 4], [3.0, 2.0]),
-        "large, training": ([1, 2], [5.0, 2.5]),
-    }
+    lines = [line.get_xydata().tolist() for line in loss.lines]
+    assert lines == [[[1, 5], [2, 2.5]], [[2, 3], [4, 2]], [[1, 5], [2, 2.5]]]
+    assert len({line.get_color() for line in loss.lines}) == 2
     assert perplexity.get_yscale() == "log"
     assert list(bleu.lines[0].get_ydata()) == [11.0, 22.0]
-    assert len({line.get_color() for line in loss.lines}) == 2
-    (axes,) = plot_history({"run": TRAIN}).axes
-    assert [line.get_label() for line in axes.lines] == ["training"]
     with pytest.raises(ValueError, match="nothing to plot"):
         plot_history({"run": []})
 
 
-def test_several_runs_share_one_legend_whatever_their_names_are():
+def test_the_legend_names_runs_whatever_their_names_are():
     """A name that begins with _ would be hidden, one with $ be a formula; the end of a long path tells runs apart."""
     names = ["_base", "$5 or $6", "runs/" + "long/" * 20 + "one", "日本", "b", "c", "d", "e"]
     figure = plot_history({name: [*TRAIN, *VALIDATION] for name in names})
     (legend,) = figure.legends
     shown = [text.get_text() for text in legend.get_texts()]
     assert shown[:2] == [" _base", r"\$5 or \$6"]
-    assert shown[2].startswith("…")
-    assert shown[2].endswith("long/one")
-    assert len(shown[2]) == 48
+    assert shown[2] == "…" + names[2][-47:]
     assert shown[4:] == ["b", "c", "d", "e", "thin: training", "points: validation"]
-    renderer = renderer_of(figure)
-    box = legend.get_window_extent(renderer)
-    assert all(not axes.get_tightbbox(renderer).overlaps(box) for axes in figure.axes)
-    assert 0 <= box.x0 < box.x1 <= figure.bbox.x1
-    looks = [(line.get_color(), line.get_marker()) for line in figure.axes[0].lines if "validation" in line.get_label()]
+    box = legend.get_window_extent(renderer_of(figure))
+    assert all(not axes.get_tightbbox().overlaps(box) for axes in figure.axes)
+    check_texts(figure)
+    looks = [(line.get_color(), line.get_marker()) for line in figure.axes[0].lines if line.get_marker() != "None"]
     assert len(set(looks)) == len(names)
 
 
@@ -132,8 +110,7 @@ def test_what_is_no_number_is_not_drawn(value):
 
 
 @pytest.mark.parametrize("scale", [1e-6, 3.3, 1e9])
-@pytest.mark.parametrize("steps", [1, 98765])
-@pytest.mark.parametrize("runs", [1, 3])
+@pytest.mark.parametrize(("steps", "runs"), [(1, 1), (98765, 3)])
 def test_no_text_of_learning_curves_is_cut_off(scale, steps, runs):
     names = ("loss", "perplexity", "bleu", "a rather long name of a value")
     records = [
@@ -159,12 +136,8 @@ def test_attention_maps_show_the_weights_under_readable_tokens(panels, target, s
     title = "a title that is longer than a narrow map is wide"
     figure = plot_attention(weights, tokens(source, word), tokens(target, word), title, ("looked at", "looking"))
     check_texts(figure)
-    check_labels(figure)
-    drawn = drawn_panels(figure)
-    for image, expected in zip(
-        images_of(figure), weights.detach().flatten(0, -3) if panels else [weights], strict=True
-    ):
-        assert torch.equal(image, expected.detach().float())
+    drawn = [axes for axes in figure.axes if axes.get_images()]
+    assert torch.equal(torch.stack(images_of(figure)), weights.detach().float().view(-1, target, source))
     assert {axes.images[0].get_clim() for axes in drawn} == {(0.0, 1.0)}
     names = [
         ", ".join(f"{name} {i + 1}" for name, i in zip(("layer", "head")[2 - len(panels) :], index, strict=True))
@@ -172,11 +145,10 @@ def test_attention_maps_show_the_weights_under_readable_tokens(panels, target, s
     ]
     assert [axes.get_title() for axes in drawn] == names
     assert (figure.get_supxlabel(), figure.get_supylabel()) == ("looked at", "looking")
-    assert {text.get_text() for text in figure.findobj(Text)} >= {"attention weight", "0.0", "1.0"}
     for count, axis in ((source, drawn[-1].xaxis), (target, drawn[0].yaxis)):
         shown = labels_of(axis)
         stride = -(-count // len(shown))
-        assert shown == [figure_module.shorten(token) for token in tokens(count, word)[::stride]]
+        assert shown == [x if len(x) <= 24 else f"{x[:23]}…" for x in tokens(count, word)[::stride]]
         assert stride == 1 or count > 40 or len(drawn) == 8
     assert len(panels) < 2 or panels[-1] == 1 or not labels_of(drawn[1].yaxis)
 
@@ -187,26 +159,19 @@ def test_weights_that_do_not_fit_the_tokens_are_refused(shape):
         plot_attention(torch.rand(shape), tokens(2), tokens(3))
 
 
-def test_tokens_are_text_and_never_formulas_and_long_ones_are_cut():
+def test_tokens_are_text_and_never_formulas_and_long_ones_are_cut(monkeypatch):
     """matplotlib would draw boxes, and warn, which is an error here; a line end would break the row of labels."""
-    odd = ["$5", "x" * 80, "a_b^c$", "日本", "👍", "\n", "a\tb", " ", "\x00", "▁été", "ﬁ_$", ""]
-    figure = plot_attention(torch.rand(1, len(odd)), odd, ["→"], "日 costs\n$5 or $6")
-    check_texts(figure)
-    check_labels(figure)
-    shown = [r"\$5", "x" * 23 + "…", r"a_b^c\$", "U+65E5 U+672C", "U+1F44D", r"\n", r"a\tb", "␣", "U+0000", "▁été"]
-    assert labels_of(figure.axes[0].xaxis) == [*shown, r"ﬁ_\$", ""]
-    assert figure.get_suptitle().replace("\n", " ") == "U+65E5 costs\\n\\$5 or \\$6"
-
-
-def test_installed_fonts_draw_what_the_first_cannot(monkeypatch):
-    """A second family is asked for characters of its own; DejaVu Sans Mono stands in for one with Chinese."""
-    caches = figure_module.font_families, figure_module._drawable
     monkeypatch.setattr(figure_module, "_FONTS", ("STIXNonUnicode", "No Such Font", "DejaVu Sans"))
+    caches = figure_module.font_families, figure_module._drawable
     try:
         [cache.cache_clear() for cache in caches]
         assert figure_module.font_families() == ["STIXNonUnicode", "DejaVu Sans"]
-        assert figure_module.visible("é日") == "éU+65E5"
-        renderer_of(plot_attention(torch.rand(1, 1), ["é"], ["x"], "été"))
+        odd = ["$5", "x" * 80, "a_b^c$", "日本", "👍", "\n", "a\tb", " ", "\x00", "▁été", "ﬁ_$", ""]
+        figure = plot_attention(torch.rand(1, len(odd)), odd, ["→"], "日 costs\n$5 or $6")
+        check_texts(figure)
+        shown = [r"\$5", "x" * 23 + "…", r"a_b^c\$", r"\u65e5\u672c", r"\U0001f44d", r"\n", r"a\tb", "␣", r"\x00"]
+        assert labels_of(figure.axes[0].xaxis) == [*shown, "▁été", r"ﬁ_\$", ""]
+        assert figure.get_suptitle().replace("\n", " ") == r"\u65e5 costs\n\$5 or \$6"
     finally:
         [cache.cache_clear() for cache in caches]
 
@@ -222,8 +187,8 @@ def test_positions_show_values_and_their_cosine_similarity():
         plot_positions(torch.randn(4))
 
 
-@pytest.mark.parametrize("scale", [1e-9, 0.0, 0.1234, 12.0, 123456.0])
-@pytest.mark.parametrize("length", [1, 7, 512])
+@pytest.mark.parametrize("scale", [1e-9, 0.0, 123456.0])
+@pytest.mark.parametrize("length", [1, 512])
 def test_no_text_of_positions_is_cut_off(scale, length):
     check_texts(plot_positions(scale * torch.randn(length, 2 * min(length, 64)), "positions " * 20))
 
@@ -238,16 +203,13 @@ def test_of_many_positions_every_nth_is_drawn_at_its_place():
     assert [axes.images[0].get_extent()[2:] for axes in figure.axes[:2]] == [[4999.5, -0.5]] * 2
 
 
-def test_save_makes_folders_and_a_png(tmp_path):
-    path = save(plot_positions(torch.zeros(2, 2)), tmp_path / "deep" / "figure.png")
-    assert path.read_bytes().startswith(b"\x89PNG\r\n")
-
-
 @pytest.mark.slow
-def test_figures_leave_pyplot_alone_and_importing_draws_nothing():
+def test_figures_leave_pyplot_alone_and_importing_draws_nothing(tmp_path):
     code = (
         "import sys, torch, fastformer.apps.plots as p; assert 'matplotlib' not in sys.modules; "
-        "p.plot_attention(torch.ones(1, 1), ['a'], ['b']); assert 'matplotlib.pyplot' not in sys.modules"
+        f"p.save(p.plot_attention(torch.ones(1, 1), ['a'], ['b']), {str(tmp_path / 'deep' / 'figure.png')!r}); "
+        "assert 'matplotlib.pyplot' not in sys.modules"
     )
     run = python("-c", code)
     assert run.returncode == 0, run.stderr
+    assert (tmp_path / "deep" / "figure.png").read_bytes().startswith(b"\x89PNG\r\n")

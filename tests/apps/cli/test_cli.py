@@ -135,15 +135,6 @@ def test_info_with_a_gpu_and_without_triton(tmp_path: Path, monkeypatch: pytest.
     assert "Triton: not installed (pip install 'fastformer[triton]')" in lines
 
 
-@pytest.mark.parametrize("beam", ["1", "3"])
-def test_cuda_graphs_do_nothing_to_results_on_a_cpu(run: Path, beam: str) -> None:
-    command = ["translate", "--run", "run", "--beam", beam, "--scores", "--device", "cpu", "nine", "twelve"]
-    plain, static = fastformer(*command, cwd=run), fastformer(*command, "--cuda-graphs", cwd=run)
-    assert static.returncode == 0, static.stderr
-    assert static.stdout == plain.stdout
-    assert not static.stderr
-
-
 def test_evaluate_prints_signatures(run: Path) -> None:
     done = fastformer(*["evaluate", "--run", "run", "--beam", "1", "--max-length", "5"], cwd=run)
     assert done.returncode == 0, done.stderr

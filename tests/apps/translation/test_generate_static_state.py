@@ -179,12 +179,3 @@ def test_when_steps_are_captured(tape, small_cache):
     assert counts[6] == (1, 1)  # six steps remain before the cache grows: eager
     assert counts[11:14] == [(1, 1), (2, 1), (2, 2)]
     assert tape.replayed == 5 + 11
-
-
-@torch.inference_mode()
-def test_errors_that_are_none_of_the_capture_are_raised(tape):
-    steps = StaticDecoderState(random_model(2).double(), *sources([3]), longest=30)
-    steps.step(torch.tensor([BOS]))
-    tape.capture = lambda step: (_ for _ in ()).throw(KeyboardInterrupt)
-    with pytest.raises(KeyboardInterrupt):
-        steps.step(torch.tensor([BOS]))

@@ -172,13 +172,14 @@ def launch(kernel: Any, grid: tuple[int, ...], *args: Any, **options: Any) -> An
     """
     options["enable_fp_fusion"] = _ENABLE_FP_FUSION
     watch, only_compiles = _watching.watch, _watching.only_compiles
-    if not _BINDS or only_compiles or not isinstance(kernel, triton.JITFunction):  # the interpreter has another class
+    is_compiled = isinstance(kernel, triton.JITFunction)  # the interpreter has another class
+    if fences.ADDED and is_compiled:
+        options |= fences.options_of(driver.active.get_current_device())
+    if not _BINDS or only_compiles or not is_compiled:
         if watch is not None:
             watch.launches.append(Launch(None, (*grid, 1, 1)[:3], []))
         return kernel.run(*args, grid=grid, warmup=only_compiles, **options)
     device = driver.active.get_current_device()
-    if fences.ADDED:
-        options |= fences.options_of(device)
     bound, specialization, bound_options = kernel.device_caches[device][-1](*args, **options)
     key = (kernel.fn, device, *specialization, *bound_options.items())
     compiled = _compiled.get(key)

@@ -22,7 +22,7 @@ from fastformer.nn.inspection import has_own_hooks
 from fastformer.nn.modules import drop_in, runs_as_torch
 from fastformer.nn.options import AttentionOptions, check_options
 from fastformer.nn.packed_input import causal_mask
-from fastformer.nn.projections import OUT_PROJECTIONS, Projections, op_masks
+from fastformer.nn.projections import OUT_PROJECTIONS, Projections, check_attn_mask, op_masks
 from fastformer.nn.rotary import Positions
 from fastformer.packing import Layout, offsets_of, pack, unpack
 
@@ -191,15 +191,19 @@ class MultiheadAttention(Projections):
             ValueError: the module has `add_bias_kv` or `add_zero_attn`, whose keys belong to no sequence; causal and
                 attn_mask are both given; or the module counts positions, and a layout has gaps or, with a memory,
                 padding on the left.
-            ValueError, TypeError, RuntimeError: shapes or dtypes do not fit.
+            AssertionError, RuntimeError, TypeError: as in forward, for shapes and dtypes that do not fit.
         """
         check_tensors(("query", "layout"), query, (offsets_of("layout", layout),))
         if self.bias_k is not None or self.add_zero_attn:
             raise ValueError("add_bias_kv and add_zero_attn must be False for packed sequences")
         if causal and attn_mask is not None:
             raise ValueError("causal must be False with attn_mask, which defines the keys of each query")
+        if query.shape[-1] != self.embed_dim:
+            raise AssertionError(f"query must have embedding size {self.embed_dim}, not {query.shape[-1]}")
         memory = query if memory is None else memory
         key_layout = layout if memory_layout is None else memory_layout
+        if attn_mask is not None:
+            check_attn_mask(attn_mask, self.num_heads, layout, key_layout)
         if self.counts_positions:
             if layout.has_gaps or key_layout.has_gaps:
                 raise ValueError(

@@ -17,11 +17,12 @@ from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 from torch.nn.utils.parametrize import is_parametrized
 
 from fastformer import functional
-from fastformer.host.devices import in_autocast, linear
+from fastformer.host.devices import check_masks, in_autocast, linear
 from fastformer.nn.inspection import has_own_hooks
 from fastformer.nn.modules import RMSNorm
 from fastformer.nn.options import AttentionOptions
 from fastformer.nn.rotary import Positions, Rotary
+from fastformer.packing import Layout
 
 OUT_PROJECTIONS = (NonDynamicallyQuantizableLinear, nn.Linear)
 QK_EPS = 1e-6
@@ -243,6 +244,17 @@ class Projections(nn.MultiheadAttention):
         compared = 3 if self._qkv_same_embed_dim else 2
         same = key.shape[:compared] == value.shape[:compared] and key.shape[rows] == batch
         return same and query.shape[-1] == self.embed_dim
+
+
+def check_attn_mask(attn_mask: Tensor, heads: int, layout: Layout, key_layout: Layout) -> None:
+    """Raise what torch raises for an attn_mask that does not fit the padded batches of two layouts."""
+    check_masks(("attn_mask",), attn_mask)
+    if attn_mask.dtype != torch.bool and not attn_mask.is_floating_point():
+        raise AssertionError(f"attn_mask must be bool or floating point, not {attn_mask.dtype}")
+    columns = layout.columns, key_layout.columns
+    shape = columns if attn_mask.dim() == 2 else (layout.batch * heads, *columns)
+    if attn_mask.shape != shape:
+        raise RuntimeError(f"attn_mask must be of shape {list(shape)}, not {list(attn_mask.shape)}")
 
 
 def op_masks(

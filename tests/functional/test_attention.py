@@ -86,28 +86,15 @@ def test_half_precision_with_masks_of_either_precision(op, dtype, form):
 
 # Rules, and the shapes of those that are leaves.
 SMALL = {
-    "plain": ({}, {}),
-    "a scale": ({"scale": 0.3}, {}),
+    "plain": ({"scale": 0.3}, {}),
     "causal": ({"causal": True}, {}),
-    "bottom_right, first query dead": (
-        {"causal": True, "alignment": "bottom_right", "key_lengths": torch.tensor([2])},
-        {},
-    ),
-    "no keys": ({"key_lengths": torch.tensor([0])}, {}),
     "both lengths": ({"key_lengths": torch.tensor([1]), "query_lengths": torch.tensor([1])}, {}),
     "bool mask, dead row": ({"mask": torch.tensor([[True] * 4, [False] * 4, [True] * 4])}, {"sinks": (2,)}),
-    "window, last query dead": ({"window": (0, 1), "key_lengths": torch.tensor([2])}, {}),
     "mask": ({"key_lengths": torch.tensor([3])}, {"mask": (3, 4)}),
     "mask of heads and keys": ({"softcap": 0.7, "window": (1, 1)}, {"mask": (2, 1, 4)}),
-    "mask of queries": ({}, {"mask": (1, 1, 3, 1)}),
-    "distance_bias": ({}, {"distance_bias": (2, 9)}),
     "sinks, no keys": ({"key_lengths": torch.tensor([0])}, {"sinks": (2,)}),
-    "distance_bias and sinks, causal, to the last key": (
+    "distance_bias and sinks, causal, to the last key, first query dead": (
         {"causal": True, "alignment": "bottom_right", "key_lengths": torch.tensor([2])},
-        {"distance_bias": (2, 9), "sinks": (2,)},
-    ),
-    "distance_bias and sinks, window, softcap": (
-        {"window": (1, 1), "softcap": 0.7, "key_lengths": torch.tensor([3])},
         {"distance_bias": (2, 9), "sinks": (2,)},
     ),
 }

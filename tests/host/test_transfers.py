@@ -10,15 +10,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from fastformer.apps.classification.model import (
-    ClassifierConfig,
-    SequenceClassifier,
-    TokenClassifier,
-    sequence_classification_loss,
-    token_classification_loss,
-)
 from fastformer.apps.language.model import language_model_loss
-from fastformer.apps.text import LabelledBatch
 from fastformer.apps.translation.model import translation_loss
 from fastformer.functional.attention import packed_reference
 from fastformer.host.devices import send
@@ -49,12 +41,6 @@ def translation(packed: bool = True):
     return random_batch([(3, 5), (2, 2), (7, 1)], packed=packed)
 
 
-def labelled(each: bool, lengths=(5, 1, 9, 3)):
-    total = len(lengths) if each else sum(lengths)
-    ids = torch.arange(sum(lengths)) % 11
-    return LabelledBatch(ids, torch.arange(total) % 3, torch.tensor(lengths))
-
-
 def attends_nothing(q, k, v, layout, key_layout, rules):
     return q + k.sum() + v.sum()
 
@@ -64,17 +50,10 @@ def learned(make, **changes):
     return partial(make, positions="learned", max_positions=16, **changes)
 
 
-def classifier(kind, **changes):
-    torch.manual_seed(0)
-    return kind(ClassifierConfig(11, 3, d_model=8, heads=2, layers=1, feed_forward=16, dropout=0.0, **changes))
-
-
 CASES = {
     "translation": (learned(random_model), translation, translation_loss),
     "translation, padded": (learned(random_model), partial(translation, False), translation_loss),
     "language": (learned(language_task.random_model), lambda: language_task.random_batch(LENGTHS), language_model_loss),
-    "tokens": (learned(classifier, kind=TokenClassifier), partial(labelled, False), token_classification_loss),
-    "sequences": (learned(classifier, kind=SequenceClassifier), partial(labelled, True), sequence_classification_loss),
 }
 
 

@@ -5,18 +5,16 @@ lies between: masks, layouts and options mean the same to both. Backend "triton"
 """
 
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 
 import fastformer
 from fastformer.packing import Layout, pack
 from tests.nn.options.test_layers_with_options import LENGTHS, OPTIONS, L, batch, decoder, encoder, hidden
-from tests.support.closeness import gradients, random
+from tests.support.closeness import random
 from tests.support.fused_op import (
     DEVICE,
     assert_model_as_accurate_as_reference,
@@ -164,32 +162,3 @@ def test_steps_with_options(name):
         return [stack.step(pack(given, layout), cache, layout), stack.step(given[:, -1:], cache)]
 
     assert_model_as_accurate_as_reference(encoder(name).to(DEVICE, torch.float32), results)
-
-
-DROPOUT = ("FeedForward", "MultiheadAttention", "TransformerEncoderLayer", "TransformerDecoderLayer, pre-norm")
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", DROPOUT)
-def test_dropout_under_a_seed_and_under_checkpointing(name):
-    case = CASES[name]
-    module = case.pair(dropout=0.3)[0].to(DEVICE)
-    args, kwargs = case.inputs(2, 5, torch.float32)
-    args = tuple(x.detach().to(DEVICE).requires_grad_() for x in args)
-    leaves = [*args, *module.parameters()]
-    call = partial(case.run, module)
-
-    def run(*args: Tensor) -> Tensor:
-        return call((args, {name: x.to(DEVICE) if isinstance(x, Tensor) else x for name, x in kwargs.items()}))
-
-    with fastformer.backend("triton"):
-        torch.manual_seed(1)
-        out = run(*args)
-        expected = [out, *gradients(out, leaves)]
-        torch.manual_seed(1)
-        again = checkpoint(run, *args, use_reentrant=False)
-        for a, b in zip([again, *gradients(again, leaves)], expected, strict=True):
-            assert torch.isfinite(a).all()
-            assert torch.equal(a, b)
-        with torch.no_grad():
-            assert not torch.equal(run(*args), out)

@@ -149,25 +149,22 @@ def test_initial_values_names_and_repr_are_torchs(kind):
 
 
 class Doubled:
-    """A mixin that overrides a block: twice the self-attention."""
+    """Twice the self-attention, and half the feed-forward network."""
 
     def _sa_block(self, *args, **kwargs):
         return 2 * super()._sa_block(*args, **kwargs)
 
-
-class DoubledFeedForward:
     def _ff_block(self, *args, **kwargs):
-        return 2 * super()._ff_block(*args, **kwargs)
+        return 0.5 * super()._ff_block(*args, **kwargs)
 
 
-@pytest.mark.parametrize("mixin", [Doubled, DoubledFeedForward])
 @both_kinds
 @pytest.mark.parametrize("grad", [True, False])
-def test_a_subclass_that_overrides_a_block_is_honoured(mixin, kind, grad):
+def test_a_subclass_that_overrides_blocks_is_honoured(kind, grad):
     """In every mode: torch's own inference fast path would skip the block."""
     settings = {"d_model": 8, "nhead": 2, "dim_feedforward": FF, "dropout": 0.0, "batch_first": True}
-    own = type("Own", (type("Base", (mixin, getattr(fastformer, kind)), {}),), {})(**settings).eval()
-    torchs = type("Theirs", (mixin, getattr(nn, kind)), {})(**settings).eval()
+    own = type("Own", (type("Base", (Doubled, getattr(fastformer, kind)), {}),), {})(**settings).eval()
+    torchs = type("Theirs", (Doubled, getattr(nn, kind)), {})(**settings).eval()
     torchs.load_state_dict(own.state_dict())
     inputs = [torch.randn(B, T, 8)] * (1 if "Encoder" in kind else 2)
     expected = torchs(*inputs)

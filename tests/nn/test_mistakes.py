@@ -6,7 +6,6 @@ from torch import nn
 from torch.nn.attention.flex_attention import create_block_mask
 
 import fastformer
-from fastformer.apps.language.model import LanguageConfig, LanguageModel
 from fastformer.packing import Layout, to_nested
 from tests.nn.layer_cases import FF, PADDING, B, D, H, S, T, twins
 from tests.support.closeness import random
@@ -154,7 +153,6 @@ decoder_layer = fastformer.TransformerDecoderLayer(WIDTH, HEADS, FF, batch_first
 encoder, decoder = fastformer.TransformerEncoder(encoder_layer, 1), fastformer.TransformerDecoder(decoder_layer, 1)
 attention = fastformer.MultiheadAttention(WIDTH, HEADS)
 transformer = fastformer.Transformer(WIDTH, HEADS, 1, 1, FF, batch_first=True)
-language_model = LanguageModel(LanguageConfig(50, d_model=WIDTH, heads=HEADS, layers=1, feed_forward=FF))
 PACKED = {"tokens": tokens, "layout": layout}
 MEMORY = {"memory": tokens, "memory_layout": layout}
 PADDED = {"tgt": batch, "memory": batch}
@@ -170,7 +168,6 @@ CALLS = {
     "RMSNorm": (fastformer.RMSNorm(WIDTH), {"x": batch}, ()),
     "FeedForward": (fastformer.FeedForward(WIDTH, FF), {"x": batch}, ()),
     "LinearCrossEntropy": (fastformer.LinearCrossEntropy(WIDTH, 7), {"input": tokens, "target": ids}, ()),
-    "LanguageModel": (lambda ids: language_model(ids, lengths=[2, 3]), {"ids": ids}, ()),
     "MultiheadAttention": (attention, QUERIES, ("key_padding_mask", "attn_mask")),
     "MultiheadAttention.packed": (attention.packed, {"query": tokens, "layout": layout}, ("attn_mask",)),
     "TransformerEncoderLayer": (encoder_layer, {"src": batch}, ("src_mask", "src_key_padding_mask")),

@@ -93,11 +93,6 @@ def _class(name: str, cls: type) -> Callable[[Any], Any]:
     return lambda stack: setattr(stack.get_submodule(name), "__class__", cls)
 
 
-def _adapter(stack: Any) -> None:
-    inner = stack.layers[0].linear2
-    stack.layers[0].linear2 = nn.Sequential(inner, nn.Linear(D, D, dtype=torch.float64))
-
-
 def _forward(stack: Any) -> None:
     norm = stack.layers[1].norm2
     norm.forward = lambda x: -type(norm).forward(norm, x)
@@ -115,13 +110,9 @@ def _drop_weights(stack: Any) -> None:
 
 CHANGES: dict[str, Callable[[Any], Any]] = {
     "a hook on a linear layer": _hook("layers.0.linear1"),
-    "a hook on a norm": _hook("layers.1.norm1"),
-    "a hook on a dropout": _hook("layers.1.dropout"),
     "a hook on the last projection": _hook("layers.0.self_attn.out_proj"),
-    "a linear layer of somebody's own": _class("layers.1.linear1", Doubled),
-    "a norm of somebody's own": _class("layers.0.norm2", Shifted),
-    "another last projection": _class("layers.0.self_attn.out_proj", Doubled),
-    "an adapter": _adapter,
+    "a subclass of a linear layer": _class("layers.1.linear1", Doubled),
+    "a subclass of a norm": _class("layers.0.norm2", Shifted),
     "a forward in the instance": _forward,
     "a parametrised weight": lambda stack: parametrizations.weight_norm(stack.layers[0].linear1),
     "dropout": _drop,

@@ -118,6 +118,9 @@ class TransformerDecoder(Stack, nn.TransformerDecoder):
 
     def __init__(self, decoder_layer: nn.Module, num_layers: int, norm: nn.Module | None = None) -> None:
         super().__init__(decoder_layer, num_layers, norm)  # type: ignore[arg-type]
+        for layer in self.layers:
+            if "activation" in layer._modules:  # torch's copies of a decoder layer hide it behind ReLU
+                layer.__dict__.pop("activation", None)
         take_over_children(self)
 
     def forward(

@@ -48,6 +48,11 @@ ROWS: dict[str, list[tuple[str, str, str]]] = {
         ("if total > MOST_TOKENS:", "if False:", "packing/test_packing.py::test_other_lengths_are_refused_by_name"),
     ],
     "functional/attention/rules": [
+        ("[..., :T, :].flip(-2)", "[..., :T, :]", VALUES),
+        ("(bias.shape[1] + 1) // 2 - T", "(bias.shape[1] + 1) // 2 - S", VALUES),
+        ("shift = lengths[0] - lengths[1]", "shift = lengths[1] - lengths[0]", VALUES),
+        ("bias = bias.to(torch.promote_types(bias.dtype, torch.float32))", "pass",
+         "functional/test_attention.py::test_the_gradient_of_the_bias_is_added_up_in_fp32"),
         ("keys <= centre + right", "keys < centre + right", VALUES),
         ("keys >= centre - left", "keys > centre - left", VALUES),
         ("allowed.append(keys < key_ends)", "allowed.append(keys <= key_ends)", VALUES),
@@ -57,7 +62,7 @@ ROWS: dict[str, list[tuple[str, str, str]]] = {
         ("mask = torch.where(allowed, mask, -math.inf)", "pass", VALUES),
         ("return mask.masked_fill(dead, 0.0), dead", "return mask, dead", VALUES),
     ],
-    "functional/attention/formula": [
+    "functional/attention/reference": [
         ("scores = softcap * (scores / softcap).tanh()", "scores = (scores / softcap).tanh()", VALUES),
         ("weights = sunk.softmax(-1)[..., :-1]", "weights = scores.softmax(-1)", VALUES),
         ("x.repeat_interleave(heads // x.shape[1], 1)", "x.repeat(1, heads // x.shape[1], 1, 1)", VALUES),
@@ -68,8 +73,6 @@ ROWS: dict[str, list[tuple[str, str, str]]] = {
          "functional/test_attention_in_fp16.py::test_16_bits_are_as_accurate_as_in_sdpa"),
         ("if dtype == torch.float16 or (q.is_cpu and dtype in _SIXTEEN_BITS):", "if False:",
          "functional/test_attention_in_fp16.py::test_scores_beyond_the_numbers_of_fp16"),
-    ],
-    "functional/attention/reference": [
         ("weights = drop(weights, rules.dropout_p)", "pass",
          "functional/test_attention.py::test_dropout_of_the_weights"),
         ("weights = weights.masked_fill(dead, 0.0)", "pass", VALUES),
@@ -78,13 +81,6 @@ ROWS: dict[str, list[tuple[str, str, str]]] = {
          "functional/test_attention.py::test_a_causal_call_takes_any_scale"),
         ("k, v = _blank(reduce(torch.logical_and, real_keys), k, v)", "pass", BLANK),
         ("(q,) = _blank(", "(_,) = _blank(", BLANK),
-    ],
-    "functional/attention/distances": [
-        ("[..., :T, :].flip(-2)", "[..., :T, :]", VALUES),
-        ("(bias.shape[1] + 1) // 2 - T", "(bias.shape[1] + 1) // 2 - S", VALUES),
-        ("shift = lengths[0] - lengths[1]", "shift = lengths[1] - lengths[0]", VALUES),
-        ("bias = bias.to(torch.promote_types(bias.dtype, torch.float32))", "pass",
-         "functional/test_attention.py::test_the_gradient_of_the_bias_is_added_up_in_fp32"),
     ],
     "functional/attention/packed_reference": [
         ("stride[members] = len(members) * longest", "stride[members] = longest", ALONE),

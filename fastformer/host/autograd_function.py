@@ -1,14 +1,12 @@
 """From an op to its kernels: launchers registered as torch ops, and helpers of the autograd Functions around them.
 
 **Registration.** An op has a schema, a launcher and a fake, so that torch.compile, fake tensors and opcheck understand
-it; it carries no autograd: the `autograd.Function` beside it does, and all differentiable use goes through that.
-Ops are defined by hand in a Library, which costs a fifth of `custom_op` a call, and unlike `triton_op` can be traced
-under the interpreter; a call that no mode, transform, trace or profiler observes runs the launcher directly.
-docs/kernels/shared.md has the costs. Triton is imported by the first call of an op, never by `import fastformer`.
+it; the `autograd.Function` beside it carries the derivative. Ops are defined by hand in a Library, which costs a fifth
+of `custom_op` a call (docs/kernels/shared.md); a call that no mode, transform, trace or profiler observes runs the
+launcher directly. Triton is imported by the first call of an op.
 
 **Functions.** `Function.apply` of a Function with `setup_context`, which functorch requires, binds its arguments by
-name at every call (`inspect.signature`): a third of the host time of a fused layer norm. Small batches on a GPU wait
-for the host. From torch 2.15 on, C++ code behind both binds them, so that only calls without a gradient are faster.
+name at every call: a third of the host time of a fused layer norm. `call` avoids that.
 
 **Second derivatives.** Kernels have a first derivative only. Where a gradient is itself to be differentiated
 (`create_graph=True`, `torch.func`), backward differentiates the op's plain formula instead, an input of the Function.
@@ -192,11 +190,7 @@ def eager_formula(plain: Formula, *others: Tensor | None) -> Formula | None:
 
 
 def twice(op: str, formula: Formula | None, seed: Tensor | None = None) -> bool:
-    """Return whether a backward pass must be differentiable itself, and so must use `formula`.
-
-    Raises:
-        RuntimeError: it must, and the op dropped elements by a seed, which the formula cannot repeat.
-    """
+    """Return whether a backward pass must be differentiable itself, and so must use `formula`, which knows no seed."""
     if formula is None or not torch.is_grad_enabled():
         return False
     if seed is not None:
@@ -207,16 +201,13 @@ def twice(op: str, formula: Formula | None, seed: Tensor | None = None) -> bool:
 def plain_gradients(
     formula: Formula, inputs: Sequence[Tensor | None], needs_grad: Sequence[bool], grads: Sequence[Tensor | None]
 ) -> tuple[Tensor | None, ...]:
-    """Return the gradients of `formula(*inputs)`, which are differentiable themselves.
+    """Return the gradients of `formula(*inputs)`, which are differentiable themselves; None where not needed.
 
     Args:
         formula: the op in plain PyTorch, a function of the op's differentiable inputs.
         inputs: the arguments of formula, in order; None for an absent one.
         needs_grad: for each input, whether to compute its gradient.
         grads: of the formula's outputs; None for an output that the loss does not use.
-
-    Returns:
-        A gradient, or None, for each input.
     """
     # Views give each input a gradient of its own, apart from other uses of the same tensor: as another input, or in the
     # computation of another input (weights tied to an embedding, the residual that a sublayer started from).

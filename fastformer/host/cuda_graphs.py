@@ -11,7 +11,7 @@ import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 
@@ -25,30 +25,13 @@ class Recorded(NamedTuple):
     output: Any
 
 
-class Recorder(Protocol):
-    """Captures steps on a device."""
-
-    @property
-    def failures(self) -> int:
-        """Number of failed captures on the device; steps captured before the last failure must not run again."""
-
-    def warm_up(self, step: Step) -> Any:
-        """Run a step on the stream of captures, and return its output."""
-
-    def capture(self, step: Step) -> Recorded:
-        """Capture a step without running it; raise RuntimeError if it cannot be captured."""
+Recorder: TypeAlias = Any  # a `CudaRecorder`, or what captures steps on another device
 
 
 def capture_or_warn(recorder: Recorder, step: Step, what: str) -> Recorded | None:
-    """Capture a step; if that fails, warn with the reason (RuntimeWarning) and return None.
-
-    Args:
-        recorder: captures the step.
-        step: to capture.
-        what: begins the warning, "… goes on without CUDA graphs".
-    """
+    """Capture a step; if that fails, warn that `what` goes on without CUDA graphs (RuntimeWarning), and return None."""
     try:
-        return recorder.capture(step)
+        return recorder.capture(step)  # type: ignore[no-any-return]
     except RuntimeError as error:
         reason = (str(error).splitlines() or [type(error).__name__])[0]
         message = f"{what} goes on without CUDA graphs, since its step was not captured: {reason}"
@@ -100,11 +83,7 @@ def recorder(device: torch.device, keeps_memory: bool) -> Recorder | None:
 
 
 class _CaptureResources:
-    """A stream and the pool of the last graph, which successive recorders share through `_idle`.
-
-    cuBLAS keeps a workspace of up to 32 MiB for each stream. Memory of a pool is not returned to the driver while a
-    graph of that pool exists.
-    """
+    """A stream, for which cuBLAS keeps up to 32 MiB, and the pool of the last graph; later recorders reuse them."""
 
     def __init__(self, index: int) -> None:
         self.stream: torch.cuda.Stream = torch.cuda.Stream(index)  # type: ignore[no-untyped-call]

@@ -1,20 +1,18 @@
-"""Arguments of ops: the check that tensors are on one device, casts for autocast, copies from the CPU in one transfer,
-and the checks of numbers and choices.
+"""Arguments of ops: devices, casts for autocast, copies from the CPU in one transfer, and checks of numbers.
 
 A kernel takes addresses, and an address of another device is an illegal access, or a slow one. So every op first checks
-its tensors here. That includes tensors without dimensions, which torch takes from the CPU as numbers: fastformer's ops
-take Python numbers.
+its tensors here, also those without dimensions, which torch takes from the CPU as numbers.
 """
 
 import threading
-from collections.abc import Iterator, Sequence
-from typing import Any, NoReturn, Protocol
+from collections.abc import Sequence
+from typing import Any, NoReturn
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
-from fastformer.modes import compiling
+from fastformer.modes import compiling, readable
 
 WITHOUT_FP64 = ("mps", "xpu")  # device types: Apple's GPUs have no fp64, nor do some of Intel's
 _ALIGNMENT = 128  # bytes, as torch's own tensors: kernels are compiled for multiples of 16
@@ -143,13 +141,10 @@ def device_with_fp64(device: torch.device) -> torch.device:
     return torch.device("cpu") if device.type in WITHOUT_FP64 else device
 
 
-class _WithParameters(Protocol):
-    def parameters(self) -> Iterator[nn.Parameter]: ...
-
-
-def device_of(model: _WithParameters) -> torch.device:
+def device_of(model: Any) -> torch.device:
     """Return the device of a model's first parameter; its modules need not have an attribute `weight`."""
-    return next(model.parameters()).device
+    device: torch.device = next(model.parameters()).device
+    return device
 
 
 def send(device: torch.device | str | None, *tensors: Tensor) -> list[Tensor]:
@@ -187,3 +182,34 @@ def check_choice(name: str, value: str, choices: tuple[str, ...]) -> None:
     """Raise unless value is one of the choices."""
     if value not in choices:
         raise ValueError(f"{name} must be one of {', '.join(choices)}, not {value!r}")
+
+
+def check_range(
+    name: str,
+    x: Tensor,
+    most: int,
+    described: str = "",
+    error: type[Exception] = ValueError,
+    ignored: int | None = None,
+) -> None:
+    """Raise unless the int64 tensor holds numbers from 0 to `most` only; of a tensor on the CPU, and else unchecked.
+
+    Args:
+        name: of the tensor, for the message.
+        x: to check, where that waits for no device.
+        most: the largest number that is allowed.
+        described: follows it in the message.
+        error: to raise.
+        ignored: a number that is allowed, too.
+    """
+    if not readable(x):
+        return
+    low, high = (int(end) for end in x.aminmax())
+    if low < 0 or high > most:
+        wrong = low if low < 0 else high
+        if ignored is not None:
+            others = x[((x < 0) | (x > most)) & (x != ignored)]
+            if not others.numel():
+                return
+            wrong = int(others[0])
+        raise error(f"{name} must lie between 0 and {most}{described}, not {wrong}")

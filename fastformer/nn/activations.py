@@ -38,14 +38,7 @@ FUNCTIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "swiglu": swiglu,
     "reglu": reglu,
 }
-FUSED: dict[Any, Activation] = {
-    F.relu: "relu",
-    F.gelu: "gelu",
-    gelu_tanh: "gelu_tanh",
-    geglu: "geglu",
-    swiglu: "swiglu",
-    reglu: "reglu",
-}
+FUSED: dict[Any, Activation] = {function: name for name, function in FUNCTIONS.items() if name != "silu"}  # type: ignore[misc]
 
 
 def is_gated(activation: object) -> bool:

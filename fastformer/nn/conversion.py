@@ -4,7 +4,6 @@ The drop-in classes add no state, so only the class of a module changes. Paramet
 optimisers and the names in the state dict stay.
 """
 
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 import torch
@@ -47,16 +46,16 @@ class Conversion:
     padded: list[Entry] = field(default_factory=list)
 
     def __str__(self) -> str:
-        lines = [f"{len(self.changed)} modules changed, {len(self.left)} left as they were"]
-        groups = (
-            ("changed", self.changed, "->"),
-            ("left", self.left, ":"),
-            ("zeros at padding", self.zeroed, ":"),
-            ("works on padding", self.padded, ":"),
+        head = f"{len(self.changed)} modules changed, {len(self.left)} left as they were"
+        others = {"left": self.left, "zeros at padding": self.zeroed, "works on padding": self.padded}
+        return "\n".join(
+            [head, *lines_of("changed", self.changed, "->"), *(x for o in others.items() for x in lines_of(*o))]
         )
-        for title, entries, sign in groups:
-            lines += [f"  {title}  {x.name or '(the model)'}  {x.before} {sign} {x.outcome}" for x in entries]
-        return "\n".join(lines)
+
+
+def lines_of(title: str, entries: list[Entry], sign: str = ":") -> list[str]:
+    """Return a line of a report for each entry."""
+    return [f"  {title}  {x.name or '(the model)'}  {x.before} {sign} {x.outcome}" for x in entries]
 
 
 def convert(model: nn.Module, *, padding_free: bool = True) -> Conversion:
@@ -86,7 +85,9 @@ def convert(model: nn.Module, *, padding_free: bool = True) -> Conversion:
             module.__class__ = new
             module.__dict__[_MARK] = kind
             report.changed.append(Entry(name, name_of(kind), name_of(new)))
-    for name, stack in _stacks(model):
+    for name, stack in model.named_modules():
+        if not isinstance(stack, TransformerEncoder | TransformerDecoder):
+            continue
         converted = _MARK in stack.__dict__
         if converted and not padding_free:
             stack.padding_free = False
@@ -146,9 +147,3 @@ def _reason(module: nn.Module) -> str | None:
     if ".quantized" in type(module).__module__ or ".quantizable" in type(module).__module__:
         return "quantised"
     return "a subclass, which may do something else"
-
-
-def _stacks(model: nn.Module) -> Iterator[tuple[str, TransformerEncoder | TransformerDecoder]]:
-    for name, module in model.named_modules():
-        if isinstance(module, TransformerEncoder | TransformerDecoder):
-            yield name, module

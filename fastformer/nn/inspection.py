@@ -76,7 +76,7 @@ class Inspection(NamedTuple):
 
     obstacle: str | None  # why the stack must run on padded batches
     called: str | None  # why a layer or attention must be called, with masks in torch's form
-    apart: str | None  # why running the layers one by one differs from calling the stack
+    apart: str | None  # why running the layers one by one differs from calling them; hooks of all modules aside
     mixing: str | None  # why a module may look at several tokens
     counting: set[str]  # names of attention whose output depends on the distances between tokens
     batch_first: bool | None  # of the layers' attention; None if layers differ or do not state it
@@ -85,8 +85,6 @@ class Inspection(NamedTuple):
 def inspect_stack(stack: Any) -> Inspection:
     """Inspect a stack, its layers and its norm."""
     reasons: dict[str, str] = {}
-    if has_own_hooks(stack) and not is_sharded(stack):
-        reasons["apart"] = "the stack has hooks"
     orders: set[bool] = set()  # `set[bool]()` would break a graph of torch.compile
     counting: set[str] = set()
     for index, layer in enumerate(stack.layers):
@@ -130,10 +128,9 @@ def inspect_stack(stack: Any) -> Inspection:
     if not len(stack.layers):
         reasons["hooked"] = "it has no layers, whose batch_first tells the order of dimensions"
     called, hooked, mixing = reasons.get("called"), reasons.get("hooked"), reasons.get("mixing")
-    apart = reasons.get("apart") or called
-    called = "layers.0 has hooks" if has_global_hooks() else called
+    everywhere = "layers.0 has hooks" if has_global_hooks() else called
     order = orders.pop() if len(orders) == 1 else None
-    return Inspection(called or hooked or mixing, called, apart, mixing, counting, order)
+    return Inspection(everywhere or hooked or mixing, everywhere, called, mixing, counting, order)
 
 
 def check_apart(stack: Any, operation: str) -> Inspection:
@@ -146,8 +143,9 @@ def check_apart(stack: Any, operation: str) -> Inspection:
     if not len(stack.layers):
         raise RuntimeError(f"the stack has no layers, which {operation} needs")
     inspection = inspect_stack(stack)
-    if inspection.apart is not None:
-        raise RuntimeError(f"{inspection.apart}, which {operation} does not call; calling the model does")
+    reason = "the stack has hooks" if has_own_hooks(stack) and not is_sharded(stack) else inspection.apart
+    if reason is not None:
+        raise RuntimeError(f"{reason}, which {operation} does not call; calling the model does")
     modules = ("the stack", stack), *((f"layers.{index}", layer) for index, layer in enumerate(stack.layers))
     for name, module in modules:
         if is_sharded(module) and any(hasattr(parameter, "device_mesh") for parameter in module.parameters()):

@@ -235,10 +235,6 @@ class Stack(nn.Module):
             RuntimeError: since `new_cache`, a layer or attention got hooks or another class. Other modules are only
                 checked by `new_cache`: a later replacement must treat each token alone.
         """
-        if len(cache.layers) != len(self.layers):  # type: ignore[arg-type]
-            raise ValueError(f"the cache is of another stack: it has {len(cache.layers)} layers")
-        if (cache.layers[0].memory is None) != isinstance(self, nn.TransformerEncoder):
-            raise ValueError(f"the cache is of another stack: not of a {type(self).__name__}")
         if cache.stack_id != self.__dict__.get("_stack_id"):
             raise ValueError("the cache is of another stack: make one with new_cache of this stack")
         tokens, layout = cache.tokens_of(x, lengths)

@@ -1,9 +1,8 @@
 """Drop-in Transformer layers: torch.nn's classes on fastformer's modules and ops.
 
-A layer runs in two forms. If its attention was replaced or has hooks, or a subclass overrides a block, torch's own
-`forward` runs and calls every module. Otherwise `compose` runs: one formula over attention callables, for padded
-batches (`padded_attentions`), packed sequences (`packed_attentions`) and cached steps. Constructors run torch's own, so
-initial values under a seed are torch's, and then change the classes of the children.
+If the attention of a layer was replaced or has hooks, or a subclass overrides a block, torch's own `forward` runs and
+calls every module. Otherwise `compose` runs: one formula over attention callables, for padded batches, packed sequences
+and cached steps. Constructors run torch's own, and then change the classes of the children.
 
 Letters: B batch, H heads, T targets, S sources, D model width.
 """
@@ -73,19 +72,8 @@ class _Layer(nn.Module):
         dtype: torch.dtype | None = None,
         **options: Unpack[LayerOptions],
     ) -> None:
-        super().__init__(  # torch's layer
-            d_model,
-            1 if options else nhead,
-            dim_feedforward,
-            dropout,
-            as_function(activation),
-            layer_norm_eps,
-            batch_first,
-            norm_first,
-            bias,
-            device,
-            dtype,
-        )
+        sizes = dim_feedforward, dropout, as_function(activation), layer_norm_eps, batch_first, norm_first, bias
+        super().__init__(d_model, 1 if options else nhead, *sizes, device, dtype)  # torch's layer
         take_over_children(self)
         self._take_options(nhead, options)
 
@@ -209,9 +197,8 @@ class _Layer(nn.Module):
 class TransformerEncoderLayer(_Layer, nn.TransformerEncoderLayer):
     """torch.nn.TransformerEncoderLayer on fastformer's ops (Vaswani et al. 2017, section 3.1).
 
-    Constructor, parameters, masks (True = ignore) and exceptions are torch's. `activation` may also be "silu",
-    "gelu_tanh", "geglu", "swiglu" or "reglu". Additional keywords are those of `LayerOptions`. A subclass that
-    overrides `_sa_block` or `_ff_block` runs torch's `forward`, which calls them.
+    Masks (True = ignore) and exceptions are torch's. `activation` may also be "silu", "gelu_tanh", "geglu", "swiglu" or
+    "reglu"; additional keywords are those of `LayerOptions`.
     """
 
     self_attn: MultiheadAttention
@@ -244,10 +231,9 @@ class TransformerEncoderLayer(_Layer, nn.TransformerEncoderLayer):
         src_key_padding_mask: Tensor | None = None,
         is_causal: bool = False,
     ) -> Tensor:
-        """Encode `[S, B, D]`, `[B, S, D]` if batch_first, or unbatched `[S, D]`.
+        """Encode `[S, B, D]`, `[B, S, D]` if batch_first, or unbatched `[S, D]`; arguments are torch's.
 
-        Arguments are torch's; masks are bool (True = ignore) or additive. `is_causal` states that src_mask is the
-        causal mask, which may then be omitted.
+        `is_causal` states that src_mask is the causal mask, which may then be omitted.
         """
         run: Any = src_mask
         if callable(run):  # a stack passes it, to run inside the call in which a sharded layer gathers its parameters
@@ -284,12 +270,7 @@ class TransformerEncoderLayer(_Layer, nn.TransformerEncoderLayer):
 
 @drop_in
 class TransformerDecoderLayer(_Layer, nn.TransformerDecoderLayer):
-    """torch.nn.TransformerDecoderLayer on fastformer's ops (Vaswani et al. 2017, section 3.1).
-
-    Constructor, parameters, masks (True = ignore) and exceptions are torch's; activations and keywords are those of the
-    encoder's layer. A subclass that overrides `_sa_block`, `_mha_block` or `_ff_block` runs torch's `forward`, which
-    calls them.
-    """
+    """torch.nn.TransformerDecoderLayer on fastformer's ops; activations and keywords as of the encoder's layer."""
 
     self_attn: MultiheadAttention
     multihead_attn: MultiheadAttention
@@ -305,10 +286,9 @@ class TransformerDecoderLayer(_Layer, nn.TransformerDecoderLayer):
         tgt_is_causal: bool = False,
         memory_is_causal: bool = False,
     ) -> Tensor:
-        """Decode `[T, B, D]`, `[B, T, D]` if batch_first, or unbatched `[T, D]`, with a memory of S positions.
+        """Decode `[T, B, D]`, `[B, T, D]` if batch_first, or unbatched `[T, D]`; arguments are torch's.
 
-        Arguments are torch's; masks are bool (True = ignore) or additive. `tgt_is_causal` states that tgt_mask is the
-        causal mask, which may then be omitted; `memory_is_causal` states the same of memory_mask.
+        `tgt_is_causal` and `memory_is_causal` state that a mask is the causal mask, which may then be omitted.
         """
         run: Any = tgt_mask
         if callable(run):  # as in the encoder's layer

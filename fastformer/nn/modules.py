@@ -1,8 +1,7 @@
 """Drop-in modules: torch.nn's classes with the ops of `fastformer.functional` inside.
 
-Each subclasses its torch.nn original and overrides `forward` only, so constructor, initial values, `state_dict` keys
-and repr are torch's own, and checkpoints load both ways. They add no state, so changing the class of a module converts
-it (`take_over`), in both directions.
+Each subclasses its torch.nn original, overrides `forward` only and adds no state. So changing the class of a module
+converts it, in both directions.
 
 Letters: B batch, H heads, T queries, S keys, D model width, K head size, F feed-forward width, V vocabulary.
 """
@@ -71,17 +70,11 @@ def take_over_children(module: nn.Module) -> None:
 
 
 def token_wise(part: T) -> T:
-    """Declare that a module class or a function treats each token alone, and return it; usable as a decorator.
+    """Declare that a module class (not its subclasses), or a hashable function, treats each token alone; return it.
 
     Stacks with such modules then run without padding and decode with a cache: the module gets `[T, D]` in place of
     `[B, L, D]`. A linear layer with an adapter is token-wise, a convolution over positions is not. The declaration is
-    not checked.
-
-    Args:
-        part: a subclass of nn.Module, without its own subclasses; or a hashable activation function.
-
-    Raises:
-        TypeError: part is neither.
+    not checked. Usable as a decorator; raises TypeError for anything else.
     """
     of_modules = isinstance(part, type) and issubclass(part, nn.Module)
     if not (of_modules or (callable(part) and not isinstance(part, type | nn.Module))):
@@ -242,15 +235,8 @@ class LinearCrossEntropy(nn.Module):
 
     def forward(self, input: Tensor, target: Tensor) -> Tensor:
         """Compute the loss of `[..., D]` against int64 targets `[...]`."""
-        return functional.linear_cross_entropy(
-            input,
-            self.weight,
-            target,
-            self.bias,
-            ignore_index=self.ignore_index,
-            label_smoothing=self.label_smoothing,
-            reduction=self.reduction,
-        )
+        settings: Any = {name: getattr(self, name) for name in ("ignore_index", "label_smoothing", "reduction")}
+        return functional.linear_cross_entropy(input, self.weight, target, self.bias, **settings)
 
     def logits(self, input: Tensor) -> Tensor:
         """Project `[..., D]` to `[..., V]`."""

@@ -1,8 +1,6 @@
 """Drop-in multi-head attention: torch.nn.MultiheadAttention's `forward`, and calls for packed and cached sequences.
 
-`forward` has every option of torch's. `packed` attends within sequences without padding. `queries`, `keys_values` and
-`attend` are the steps of attention, for decoders that cache keys and values. All of them share one projection
-(`projections`) and one op.
+`queries`, `keys_values` and `attend` are the steps of attention, for decoders that cache keys and values.
 
 Letters: B batch, H heads, T queries, S keys, D model width (embed_dim), K head size.
 """
@@ -205,15 +203,13 @@ class MultiheadAttention(Projections):
         if attn_mask is not None:
             check_attn_mask(attn_mask, self.num_heads, layout, key_layout)
         if self.counts_positions:
+            limit = (
+                "where attention to a memory counts positions" if memory_layout else "where attention counts positions"
+            )
             if layout.has_gaps or key_layout.has_gaps:
-                raise ValueError(
-                    "layout must have no padding between tokens of a sequence where attention counts positions"
-                )
+                raise ValueError(f"layout must have no padding between tokens of a sequence {limit}")
             if key_layout is not layout and not (layout.starts_rows and key_layout.starts_rows):
-                raise ValueError(
-                    "layout and memory_layout must have no padding on the left where attention to a memory counts "
-                    "positions"
-                )
+                raise ValueError(f"layout and memory_layout must have no padding on the left {limit}")
         where = Positions(layout.positions, layout.max_length)
         key_where = where if key_layout is layout else Positions(key_layout.positions, key_layout.max_length)
         q, k, v = self._project(query, memory, memory, where, key_where)

@@ -128,7 +128,8 @@ class Projections(nn.MultiheadAttention):
     def project_out(self, x: Tensor) -> Tensor:
         """Apply the output projection to `[..., D]`; the module is called only if it has hooks or another class."""
         kind = type(self.out_proj)
-        kind = kind.__bases__[0] if is_parametrized(self.out_proj) else kind
+        if kind not in OUT_PROJECTIONS and is_parametrized(self.out_proj):
+            kind = kind.__bases__[0]
         if kind not in OUT_PROJECTIONS or has_own_hooks(self.out_proj):
             return self.out_proj(x)  # type: ignore[no-any-return]
         return linear(x, self.out_proj.weight, self.out_proj.bias)

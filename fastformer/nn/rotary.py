@@ -18,9 +18,8 @@ from fastformer.packing.layout import MOST_TOKENS
 from fastformer.settings import check_value
 
 _SHORTEST = 128  # positions of the smallest table; larger ones are powers of 2
-_MAX_TABLES = 64  # cached tables; the oldest are discarded
+_MAX_TABLES = 64  # cached tables; they are kept, because CUDA graphs may read them
 _TABLES: dict[Any, tuple[Tensor, Tensor]] = {}
-_GRAPH_TABLES: dict[Any, tuple[Tensor, Tensor]] = {}
 
 
 class Positions(NamedTuple):
@@ -112,19 +111,13 @@ class Rotary:
             return self._tables(head_size, length, like.device, dtype)
         length = max(_SHORTEST, 1 << (length - 1).bit_length())
         key = self, head_size, length, like.device, dtype
-        captured = capturing(like)
         tables = _TABLES.get(key)
         if tables is None:
             with torch.inference_mode(False), torch.no_grad():  # so that later training can use the tables
                 tables = self._tables(head_size, length, like.device, dtype)
-            if not captured:  # captured tables lie in the graph's memory, without values before its first replay
-                while len(_TABLES) >= _MAX_TABLES:
-                    _TABLES.pop(next(iter(_TABLES)), None)
+            # Captured tables lie in the graph's memory, without values before its first replay.
+            if len(_TABLES) < _MAX_TABLES and not capturing(like):
                 _TABLES[key] = tables
-        elif captured and key not in _GRAPH_TABLES:  # the graph will read these tables, so they must stay
-            if len(_GRAPH_TABLES) >= _MAX_TABLES:
-                return self._tables(head_size, length, like.device, dtype)  # in the graph's memory
-            _GRAPH_TABLES[key] = tables
         return tables
 
     def _tables(self, head_size: int, length: int, device: torch.device, dtype: torch.dtype) -> tuple[Tensor, Tensor]:

@@ -1,9 +1,7 @@
 """Sequences of different lengths, one after another, without padding.
 
-A batch of B sequences is a run of T tokens `[T, ...]` and a `Layout` that states where each sequence begins. Layers
-that work token by token (linear, norm, feed-forward, embedding, loss) take the run itself; attention alone needs the
-layout. A layout is made from lengths, a padding mask or a nested tensor; from lengths on the CPU, no step waits for the
-device.
+A batch of B sequences is a run of T tokens `[T, ...]` and a `Layout` that states where each sequence begins. Attention
+alone needs the layout; other layers work token by token. From lengths on the CPU, no step waits for the device.
 """
 
 from collections.abc import Callable, Sequence
@@ -38,6 +36,9 @@ class Layout:
         columns: the length L of the padded batch; max_length if there is none.
         origin: int64 `[T]`, on the tokens' device; the row of each token in the padded batch `[B * columns]`, which may
             have padding on the left and gaps.
+        batch: B, the number of sequences.
+        total: T, the number of tokens.
+        known: whether the host knows the lengths.
 
     Do not modify the tensors: layers cache values that depend on them, and the cache would not notice.
     """
@@ -52,10 +53,14 @@ class Layout:
     origin: Tensor
     _of_mask: bool = field(default=False, repr=False)
     _memory: dict[object, Any] = field(default_factory=dict, repr=False)
+    batch: int = field(init=False, repr=False)
+    total: int = field(init=False, repr=False)
+    known: bool = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
         names = ("offsets", "positions", "slots", "origin")
         check_tensors(names, self.offsets, (self.positions, self.slots, self.origin))
+        self.__dict__.update(batch=self.lengths.numel(), total=self.positions.numel(), known=not self.lengths.is_meta)
 
     @classmethod
     def from_lengths(
@@ -64,14 +69,12 @@ class Layout:
         """Build the layout of sequences with these lengths, for tokens on `device` (default: the CPU).
 
         Args:
-            lengths: integers `[B]`; on the CPU, nothing waits for the device.
+            lengths: integers `[B]`.
             device: of the tokens.
             columns: the length L of a padded batch in which every sequence starts at column 0; the longest if None.
 
         Raises:
-            TypeError: lengths are not integers.
-            ValueError: lengths are not one-dimensional, one is negative or beyond the row, or they add up to more than
-                `MOST_TOKENS`.
+            TypeError, ValueError: as `lengths_of`; lengths are beyond the row, or add up to more than `MOST_TOKENS`.
         """
         lengths = lengths_of("lengths", lengths)
         shortest, longest = _range(lengths)
@@ -91,13 +94,8 @@ class Layout:
     def from_mask(cls, padding: Tensor) -> "Layout":
         """Build the layout of a padded batch from its padding mask; waits for the device if that is not the CPU.
 
-        Args:
-            padding: bool `[B, L]`, True = padding, as torch's key_padding_mask. Padding may lie on the left, on the
-                right and in between: the tokens of a row keep their order.
-
-        Raises:
-            TypeError: the mask is no bool tensor.
-            ValueError: it is not two-dimensional.
+        padding: bool `[B, L]`, True = padding, as torch's key_padding_mask, anywhere in a row; else TypeError or
+        ValueError is raised.
         """
         check_types(("padding",), padding)
         if padding.dtype != torch.bool:
@@ -118,22 +116,13 @@ class Layout:
 
     @classmethod
     def in_place(cls, offsets: Tensor, positions: Tensor, slots: Tensor, max_length: int) -> "Layout":
-        """Build a layout of tensors that hold other sequences at each step, of which the host knows the shapes only.
+        """Build a layout of tensors that hold other sequences at each step, as a CUDA graph needs; as in the class.
 
-        A CUDA graph needs such tensors. Build a new layout of the same tensors for each step, because a layout caches
-        values of one step. Nothing that depends on the lengths as numbers can be unpacked.
-
-        Args:
-            offsets, positions, slots: as in the class.
-            max_length: an upper bound of the lengths, and the number of columns of the slots.
+        Build a new layout of the same tensors for each step, because a layout caches values of one step. max_length is
+        an upper bound of the lengths, and the number of columns of the slots.
         """
         lengths = torch.empty(offsets.numel() - 1, dtype=torch.int64, device="meta")
         return cls(lengths, offsets, positions, slots, 0, max_length, max_length, slots)
-
-    @property
-    def known(self) -> bool:
-        """Whether the host knows the lengths."""
-        return not self.lengths.is_meta
 
     def to(self, device: torch.device | str) -> "Layout":
         """Return the layout of the same tokens on another device, in one transfer; from a CPU, nothing waits."""
@@ -150,16 +139,6 @@ class Layout:
         return replace(self, offsets=offsets, positions=positions, slots=slots, origin=origin, _memory={})
 
     @property
-    def batch(self) -> int:
-        """B, the number of sequences."""
-        return self.lengths.numel()
-
-    @property
-    def total(self) -> int:
-        """T, the number of tokens."""
-        return self.positions.numel()
-
-    @property
     def full(self) -> bool:
         """Whether all sequences have the same length, so that `[B, max_length]` holds no padding."""
         return self.total == self.batch * self.max_length
@@ -167,18 +146,20 @@ class Layout:
     @property
     def has_gaps(self) -> bool:
         """Whether padding lies between two tokens of a sequence; waits for the device if the layout is of a mask."""
-        return self._of_mask and self.once("gaps", self._find_gaps)
+
+        def find() -> bool:
+            return bool(((self.origin.diff() != 1) & (self.positions[1:] > 0)).any())
+
+        return self._of_mask and self.once("gaps", find)
 
     @property
     def starts_rows(self) -> bool:
         """Whether every sequence begins at column 0 and has no gaps; waits for the device as `has_gaps` does."""
-        return not self._of_mask or self.once("starts", self._find_starts)
 
-    def _find_starts(self) -> bool:
-        return bool((self.origin % max(self.columns, 1) == self.positions).all())
+        def find() -> bool:
+            return bool((self.origin % max(self.columns, 1) == self.positions).all())
 
-    def _find_gaps(self) -> bool:
-        return bool(((self.origin.diff() != 1) & (self.positions[1:] > 0)).any())
+        return not self._of_mask or self.once("starts", find)
 
     def mask(self) -> Tensor:
         """Return bool `[B, columns]`, True at real tokens, on the tokens' device; a new, writable tensor."""
@@ -186,14 +167,9 @@ class Layout:
         return flat.index_fill_(0, self.origin, True).view(self.batch, self.columns)
 
     def once(self, name: object, make: Callable[[], V], other: "Layout | None" = None) -> V:
-        """Return the result of `make`, cached, because all layers of a model need the same values.
+        """Return the result of `make`, cached by name, because all layers of a model need the same values.
 
-        The cache holds one value per name for the layout alone, and one per name for the last other layout.
-
-        Args:
-            name: of the value.
-            make: computes the value from this layout and the other one.
-            other: the layout of the keys, if the value depends on it.
+        other: the layout of the keys, if the value depends on it; the value for the last one is kept.
         """
         # No cache while compiling or capturing, when tensors have no values; a layout in place is of the captured step.
         if compiling() or (self.offsets.is_cuda and self.known and capturing(self.offsets)):
@@ -210,11 +186,7 @@ class Layout:
 
 
 def offsets_of(name: str, layout: Layout | None) -> Tensor:
-    """Return the offsets of a layout, whose device is the layout's device.
-
-    Raises:
-        TypeError: layout is no Layout.
-    """
+    """Return the offsets of a layout, whose device is the layout's device; raise TypeError if it is no Layout."""
     if not isinstance(layout, Layout):
         raise TypeError(f"{name} must be a Layout, not {type(layout).__name__}")
     return layout.offsets
@@ -223,16 +195,11 @@ def offsets_of(name: str, layout: Layout | None) -> Tensor:
 def lengths_of(name: str, lengths: Any) -> Tensor:
     """Return lengths (a tensor, array or sequence of integers) as a new tensor, int64 `[B]` on the CPU.
 
-    Args:
-        name: of the lengths, for messages.
-        lengths: to convert.
-
     Raises:
         TypeError: lengths are not integers.
         ValueError: lengths are not one-dimensional, or one is negative or above `MOST_TOKENS`.
     """
-    if isinstance(lengths, np.ndarray):  # torch needs native byte order, positive strides and a writable array
-        lengths = np.array(lengths, lengths.dtype.newbyteorder("="), order="C")
+    lengths = lengths.tolist() if isinstance(lengths, np.ndarray) else lengths
     if not isinstance(lengths, Tensor):
         try:
             lengths = torch.as_tensor(lengths, device="cpu")
@@ -278,14 +245,10 @@ def _padded_rows(layout: Layout, batch_first: bool) -> RowMap:
 
 
 def pack(padded: Tensor, layout: Layout, batch_first: bool = True) -> Tensor:
-    """Take the real tokens out of a padded batch: `[B, L, ...]` -> `[T, ...]`. Differentiable.
+    """Take the real tokens out of a padded batch: `[B, L, ...]`, or `[L, B, ...]`, -> `[T, ...]`. Differentiable.
 
-    As with `Tensor.reshape`, the result may share the memory of padded, where that holds no padding.
-
-    Args:
-        padded: any dtype. L is layout.columns; where the layout was made from lengths alone, it may be more.
-        layout: of the B sequences.
-        batch_first: whether padded is `[B, L, ...]`; else `[L, B, ...]`.
+    L is layout.columns; where the layout was made from lengths alone, it may be more. As with `Tensor.reshape`, the
+    result may share the memory of padded, where that holds no padding.
 
     Raises:
         ValueError: the batch has another number of rows, or a sequence is longer than L.
@@ -309,14 +272,9 @@ def pack(padded: Tensor, layout: Layout, batch_first: bool = True) -> Tensor:
 
 
 def unpack(tokens: Tensor, layout: Layout, batch_first: bool = True) -> Tensor:
-    """Put packed tokens into a padded batch of zeros: `[T, ...]` -> `[B, columns, ...]`. Differentiable.
+    """Put packed tokens into a padded batch of zeros: `[T, ...]` -> `[B, columns, ...]`, or `[columns, B, ...]`.
 
-    As with `Tensor.reshape`, the result may share the memory of tokens, where there is no padding.
-
-    Args:
-        tokens: any dtype.
-        layout: of the B sequences.
-        batch_first: whether the result is `[B, columns, ...]`; else `[columns, B, ...]`.
+    Differentiable. As with `Tensor.reshape`, the result may share the memory of tokens, where there is no padding.
 
     Raises:
         ValueError: the number of tokens is not the layout's.
@@ -335,3 +293,32 @@ def check_tokens(tokens: Tensor, layout: Layout) -> None:
     check_tensors(("tokens", "layout"), tokens, (offsets_of("layout", layout),))
     if tokens.shape[0] != layout.total:
         raise ValueError(f"tokens has {tokens.shape[0]} rows, the lengths add up to {layout.total}")
+
+
+def from_nested(nested: Tensor) -> tuple[Tensor, Layout]:
+    """Return the tokens `[T, ...]` and the layout of a nested tensor `[B, (ragged), ...]`. Differentiable.
+
+    Raises:
+        TypeError: the tensor is not nested.
+        ValueError: a dimension other than the second is ragged.
+    """
+    check_types(("nested",), nested)
+    if not nested.is_nested:
+        raise TypeError(f"nested must be a nested tensor, not one of shape {list(nested.shape)}")
+    sequences = nested.unbind()
+    if any(sequence.shape[1:] != sequences[0].shape[1:] for sequence in sequences):
+        raise ValueError("nested must be ragged in its second dimension alone")
+    tokens = torch.cat(sequences) if sequences else torch.empty(0, dtype=nested.dtype, device=nested.device)
+    return tokens, Layout.from_lengths([len(sequence) for sequence in sequences], nested.device)
+
+
+def to_nested(tokens: Tensor, layout: Layout) -> Tensor:
+    """Make a nested tensor `[B, (ragged), ...]` of layout torch.jagged around packed tokens. Differentiable.
+
+    Raises:
+        ValueError: the number of tokens is not the layout's.
+    """
+    check_tokens(tokens, layout)
+    return torch.nested.nested_tensor_from_jagged(
+        tokens, layout.offsets, min_seqlen=layout.shortest, max_seqlen=layout.max_length
+    )

@@ -30,39 +30,30 @@ class RowMap(NamedTuple):
         """Read the rows from their slots: `[N, ...]` -> `[M, ...]`. Differentiable."""
         # Compilers, modes and transforms differentiate torch's own ops.
         if x.requires_grad and torch.is_grad_enabled() and not watched():
-            return _Gather.apply(x, *self)  # type: ignore[no-untyped-call, no-any-return]
+            return _Move.apply(x, *self, False)  # type: ignore[no-untyped-call, no-any-return]
         return x.index_select(0, self.slots)
 
     def spread(self, x: Tensor) -> Tensor:
         """Write the rows to their slots, zeros elsewhere: `[M, ...]` -> `[N, ...]`. Differentiable."""
         if x.requires_grad and torch.is_grad_enabled() and not watched():
-            return _Spread.apply(x, *self)  # type: ignore[no-untyped-call, no-any-return]
+            return _Move.apply(x, *self, True)  # type: ignore[no-untyped-call, no-any-return]
         if compiling():
             return x.new_zeros(self.inverse.numel(), *x.shape[1:]).index_copy(0, self.slots, x)
         return torch.cat([x, x.new_zeros(1, *x.shape[1:])]).index_select(0, self.inverse)
 
 
-class _Gather(torch.autograd.Function):
-    """Rows `slots` of x. torch's own index_select adds in its backward; here slots are distinct."""
+class _Move(torch.autograd.Function):
+    """`RowMap.spread` or `gather`, each the derivative of the other; torch's own index_select adds in its backward."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, slots: Tensor, inverse: Tensor) -> Tensor:
+    def forward(ctx: Any, x: Tensor, slots: Tensor, inverse: Tensor, spread: bool) -> Tensor:
         ctx.save_for_backward(slots, inverse)
+        ctx.spread = spread
+        if spread:
+            return torch.cat([x, x.new_zeros(1, *x.shape[1:])]).index_select(0, inverse)
         return x.index_select(0, slots)
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
-        return RowMap(*ctx.saved_tensors).spread(grads[0]), None, None
-
-
-class _Spread(torch.autograd.Function):
-    """Zeros with the rows of x at `slots`."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, slots: Tensor, inverse: Tensor) -> Tensor:
-        ctx.save_for_backward(slots, inverse)
-        return torch.cat([x, x.new_zeros(1, *x.shape[1:])]).index_select(0, inverse)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
-        return RowMap(*ctx.saved_tensors).gather(grads[0]), None, None
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        rows = RowMap(*ctx.saved_tensors)
+        return rows.gather(grads[0]) if ctx.spread else rows.spread(grads[0]), None, None, None

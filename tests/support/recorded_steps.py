@@ -107,7 +107,8 @@ def read_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let no check look at values, as on a GPU."""
     readable = modes.readable
     for name, module in list(sys.modules.items()):
-        if name.startswith(("fastformer.functional", "fastformer.nn")) and vars(module).get("readable") is readable:
+        packages = ("fastformer.functional", "fastformer.nn", "fastformer.host")
+        if name.startswith(packages) and vars(module).get("readable") is readable:
             monkeypatch.setattr(module, "readable", lambda x: False)
 
 

@@ -5,11 +5,12 @@ Letters: B batch, H heads, T queries, S keys, K head size of queries and keys, P
 
 import math
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from fastformer.functional.attention.rules import ALIGNMENTS, SOFTCAPS, Alignment, AttentionRules, Window
+from fastformer.functional.attention.rules import ALIGNMENTS, SOFTCAPS, AttentionRules, Window
 from fastformer.host.devices import DeviceError, check_choice, check_probability, check_tensors, product_dtype
 from fastformer.modes import exporting, readable
 from fastformer.packing import Layout, offsets_of
@@ -134,12 +135,26 @@ def _effective_window(window: Window, causal: bool, length: int) -> Window | Non
     return left, 0 if causal else right
 
 
-def _alignment(rules: AttentionRules, window: Window | None, same_lengths: bool) -> Alignment:
-    """Return the alignment, "top_left" where both are equal: `same_lengths`, or no rule about positions."""
+def _normal_form(rules: AttentionRules, longest: int, same_lengths: bool, **tensors: Any) -> AttentionRules:
+    """Check the rules' numbers, and return the rules in normal form with `tensors` in place of theirs.
+
+    Args:
+        longest: the longest sequence of queries or keys.
+        same_lengths: whether each sequence has as many queries as keys.
+    """
+    if not 0.0 <= rules.dropout_p <= 1.0:
+        check_probability("dropout_p", rules.dropout_p)
     if rules.alignment not in ALIGNMENTS:
         check_choice("alignment", rules.alignment, ALIGNMENTS)
-    positions = rules.causal or window is not None or rules.distance_bias is not None
-    return rules.alignment if positions and not same_lengths else "top_left"
+    window = None if rules.window is None else _effective_window(rules.window, rules.causal, longest)
+    by_position = rules.causal or window is not None or rules.distance_bias is not None
+    alignment = rules.alignment if by_position and not same_lengths else "top_left"
+    softcap = None if rules.softcap is None else check_softcap(rules.softcap)
+    changed = alignment != rules.alignment or window is not rules.window or softcap != rules.softcap
+    for name, x in tensors.items():
+        changed = changed or x is not getattr(rules, name)
+    # An unchanged record saves 2 us.
+    return replace(rules, alignment=alignment, window=window, softcap=softcap, **tensors) if changed else rules
 
 
 def check_attention(q: Tensor, k: Tensor, v: Tensor, rules: AttentionRules) -> AttentionRules:
@@ -157,8 +172,6 @@ def check_attention(q: Tensor, k: Tensor, v: Tensor, rules: AttentionRules) -> A
     _check_masks(q, k, rules.mask, rules.key_mask)
     if rules.distance_bias is not None or rules.sinks is not None:
         _check_per_head(q.shape[1], max(q.shape[2], k.shape[2]), rules)
-    if not 0.0 <= rules.dropout_p <= 1.0:
-        check_probability("dropout_p", rules.dropout_p)
     mask, query_lengths, key_lengths = rules.mask, rules.query_lengths, rules.key_lengths
     if mask is not None:
         mask = _in_dtype_of_scores(mask, q)
@@ -167,55 +180,25 @@ def check_attention(q: Tensor, k: Tensor, v: Tensor, rules: AttentionRules) -> A
         query_lengths = _check_lengths("query_lengths", query_lengths, "q", q)
     if key_lengths is not None:
         key_lengths = _check_lengths("key_lengths", key_lengths, "k", k)
-    longest = max(q.shape[2], k.shape[2])
-    window = None if rules.window is None else _effective_window(rules.window, rules.causal, longest)
     same_lengths = query_lengths is None and key_lengths is None and q.shape[2] == k.shape[2]
-    alignment, softcap = _alignment(rules, window, same_lengths), check_softcap(rules.softcap)
-    if (
-        mask is rules.mask
-        and alignment == rules.alignment
-        and window is rules.window
-        and query_lengths is rules.query_lengths
-        and key_lengths is rules.key_lengths
-        and softcap == rules.softcap
-    ):
-        return rules  # saves 2 us
-    return replace(
-        rules,
-        mask=mask,
-        alignment=alignment,
-        window=window,
-        query_lengths=query_lengths,
-        key_lengths=key_lengths,
-        softcap=softcap,
-    )
+    tensors = {"mask": mask, "query_lengths": query_lengths, "key_lengths": key_lengths}
+    return _normal_form(rules, max(q.shape[2], k.shape[2]), same_lengths, **tensors)
 
 
 def check_packed_attention(
     q: Tensor, k: Tensor, v: Tensor, layout: Layout, key_layout: Layout, rules: AttentionRules
 ) -> AttentionRules:
     """Check one call of `packed_attention` and return its rules in normal form; they hold no mask."""
-    offsets = (offsets_of("layout", layout),)
-    if key_layout is not layout:
-        offsets += (offsets_of("key_layout", key_layout),)  # type: ignore[assignment]
-    names = ("q", "k", "v", *("layout", "key_layout")[: len(offsets)], "distance_bias", "sinks")
+    names = ("q", "k", "v", "layout", "key_layout", "distance_bias", "sinks")
+    offsets = offsets_of("layout", layout), offsets_of("key_layout", key_layout)
     check_tensors(names, q, (k, v, *offsets), (rules.distance_bias, rules.sinks))
-    total = layout.total
-    totals = total, total if key_layout is layout else key_layout.total
-    for name, x, total in (("q", q, totals[0]), ("k", k, totals[1]), ("v", v, totals[1])):
+    for name, x, total in (("q", q, layout.total), ("k", k, key_layout.total), ("v", v, key_layout.total)):
         if x.dim() != 3 or x.shape[0] != total:
             raise ValueError(f"{name} must be of shape [{total}, heads, head size], not {list(x.shape)}")
     if layout is not key_layout and layout.batch != key_layout.batch:
         raise ValueError(f"layout has {layout.batch} sequences, key_layout {key_layout.batch}")
     _check_heads(q, k, v)
-    if not 0.0 <= rules.dropout_p <= 1.0:
-        check_probability("dropout_p", rules.dropout_p)
     longest = max(layout.max_length, key_layout.max_length)
     if rules.distance_bias is not None or rules.sinks is not None:
         _check_per_head(q.shape[1], longest, rules)
-    window = None if rules.window is None else _effective_window(rules.window, rules.causal, longest)
-    alignment = _alignment(rules, window, layout is key_layout)
-    softcap = None if rules.softcap is None else check_softcap(rules.softcap)
-    if alignment == rules.alignment and window is rules.window and softcap == rules.softcap:
-        return rules
-    return replace(rules, alignment=alignment, window=window, softcap=softcap)
+    return _normal_form(rules, longest, layout is key_layout)

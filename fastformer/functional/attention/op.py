@@ -72,20 +72,8 @@ def attention(
         ValueError, TypeError: an argument does not fit, before anything runs.
         fastformer.backend.BackendError: backend "triton" was requested and cannot run this call.
     """
-    rules = AttentionRules(
-        mask,
-        causal,
-        alignment,
-        window,
-        query_lengths,
-        key_lengths,
-        key_mask,
-        softcap,
-        dropout_p,
-        scale,
-        distance_bias,
-        sinks,
-    )
+    limits = mask, causal, alignment, window, query_lengths, key_lengths, key_mask
+    rules = AttentionRules(*limits, softcap, dropout_p, scale, distance_bias, sinks)
     rules = check_attention(q, k, v, rules)
     if runs_fused("attention", q, lambda: fused.limit(q, k, v), lambda: why_sdpa_takes(q, k, v, rules, k.shape[2])):
         return fused.attention(q, k, v, rules, _formula(reference.attention, rules))[0]
@@ -93,41 +81,13 @@ def attention(
 
 
 def attention_with_weights(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    mask: Tensor | None = None,
-    *,
-    causal: bool = False,
-    alignment: Alignment = "top_left",
-    window: Window | None = None,
-    query_lengths: Tensor | None = None,
-    key_lengths: Tensor | None = None,
-    key_mask: Tensor | None = None,
-    softcap: float | None = None,
-    dropout_p: float = 0.0,
-    scale: float | None = None,
-    distance_bias: Tensor | None = None,
-    sinks: Tensor | None = None,
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None, **options: Any
 ) -> tuple[Tensor, Tensor]:
     """Compute `attention`, and return also the weights `[B, H, T, S]` that it applied, after dropout as in torch.
 
-    The weights cost memory; a query that may attend to nothing has weights 0.
+    The weights cost memory; a query that may attend to nothing has weights 0. options: those of `attention`.
     """
-    rules = AttentionRules(
-        mask,
-        causal,
-        alignment,
-        window,
-        query_lengths,
-        key_lengths,
-        key_mask,
-        softcap,
-        dropout_p,
-        scale,
-        distance_bias,
-        sinks,
-    )
+    rules = AttentionRules(mask, **options)
     rules = check_attention(q, k, v, rules)
     if runs_fused("attention_with_weights", q, lambda: fused.limit(q, k, v)):
         formula = _formula(reference.attention_with_weights, rules)
@@ -171,14 +131,7 @@ def packed_attention(
     """
     key_layout = layout if key_layout is None else key_layout
     rules = AttentionRules(
-        causal=causal,
-        alignment=alignment,
-        window=window,
-        softcap=softcap,
-        dropout_p=dropout_p,
-        scale=scale,
-        distance_bias=distance_bias,
-        sinks=sinks,
+        None, causal, alignment, window, None, None, None, softcap, dropout_p, scale, distance_bias, sinks
     )
     rules = check_packed_attention(q, k, v, layout, key_layout, rules)
 
@@ -187,12 +140,12 @@ def packed_attention(
         is_dense = not compiling() and layout.known and key_layout.known and layout.full and key_layout.full
         return why_sdpa_takes(q, k, v, rules, key_layout.max_length) if is_dense else None
 
+    def plain(q: Tensor, k: Tensor, v: Tensor, rules: AttentionRules) -> Tensor:
+        return packed_reference.packed_attention(q, k, v, layout, key_layout, rules)
+
     if runs_fused("packed_attention", q, lambda: fused.limit(q, k, v), slower):
-        formula = _formula(
-            lambda q, k, v, rules: packed_reference.packed_attention(q, k, v, layout, key_layout, rules), rules
-        )
-        return fused.packed_attention(q, k, v, layout, key_layout, rules, formula)
-    return packed_reference.packed_attention(q, k, v, layout, key_layout, rules)
+        return fused.packed_attention(q, k, v, layout, key_layout, rules, _formula(plain, rules))
+    return plain(q, k, v, rules)
 
 
 def _formula(plain: Formula, rules: AttentionRules) -> Formula | None:

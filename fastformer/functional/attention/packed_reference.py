@@ -15,10 +15,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from fastformer.functional.attention.distances import of_pairs
-from fastformer.functional.attention.formula import products, weighted_sum, wide, widens
-from fastformer.functional.attention.reference import attention_over_zeros
-from fastformer.functional.attention.rules import AttentionRules
+from fastformer.functional.attention.reference import attention_over_zeros, products, weighted_sum, wide, widens
+from fastformer.functional.attention.rules import AttentionRules, of_pairs
 from fastformer.functional.dropout import drop
 from fastformer.host.devices import send
 from fastformer.modes import compiling, readable

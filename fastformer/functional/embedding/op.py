@@ -16,8 +16,7 @@ from torch import Tensor
 from fastformer.functional.choice import DTYPES, runs_fused
 from fastformer.functional.dropout import drop
 from fastformer.host.autograd_function import call, define, dropout_seed, eager_formula, plain_gradients, twice
-from fastformer.host.devices import check_probability, check_tensors
-from fastformer.modes import readable
+from fastformer.host.devices import check_probability, check_range, check_tensors
 
 
 def embedding(
@@ -69,13 +68,7 @@ def _check_indices(name: str, indices: Tensor, matrix_name: str, matrix: Tensor)
         raise TypeError(f"{name} must be int64, not {indices.dtype}")
     if matrix.dim() != 2:
         raise ValueError(f"{matrix_name} must have two dimensions, not shape {list(matrix.shape)}")
-    if readable(indices):
-        low, high = int(indices.min()), int(indices.max())
-        if low < 0 or high >= matrix.shape[0]:
-            wrong = low if low < 0 else high
-            raise IndexError(
-                f"{name} must lie between 0 and {matrix.shape[0] - 1}, the last row of {matrix_name}, not {wrong}"
-            )
+    check_range(name, indices, matrix.shape[0] - 1, f", the last row of {matrix_name}", IndexError)
 
 
 def _check(ids: Tensor, weight: Tensor, table: Tensor | None, positions: Tensor | None) -> None:

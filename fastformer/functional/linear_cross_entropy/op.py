@@ -16,8 +16,7 @@ from torch import Tensor
 from fastformer.functional.choice import runs_fused
 from fastformer.functional.linear_cross_entropy import reference
 from fastformer.host.autograd_function import call, define, eager_formula, plain_gradients, twice
-from fastformer.host.devices import check_choice, check_probability, check_tensors, to_autocast
-from fastformer.modes import readable
+from fastformer.host.devices import check_choice, check_probability, check_range, check_tensors, to_autocast
 
 Reduction = Literal["mean", "sum", "none"]
 REDUCTIONS: tuple[str, ...] = get_args(Reduction)
@@ -59,7 +58,9 @@ def linear_cross_entropy(
         raise ValueError(f"weight must be of shape [V, {x.shape[-1]}] with V of at least 1, not {list(weight.shape)}")
     if bias is not None and bias.shape != weight.shape[:1]:
         raise ValueError(f"bias must be of shape [{weight.shape[0]}], not {list(bias.shape)}")
-    _check_classes(target, weight.shape[0], ignore_index)
+    if target.dtype != torch.int64:
+        raise TypeError(f"target must be int64, not {target.dtype}")
+    check_range("target", target, weight.shape[0] - 1, f" or be {ignore_index}", IndexError, ignore_index)
     shape, rows = target.shape, reduction == "none"
     x, target = x.reshape(math.prod(shape), x.shape[-1]), target.reshape(-1)
     settings = (target, ignore_index, label_smoothing)
@@ -74,34 +75,13 @@ def linear_cross_entropy(
     return loss.view(shape) if rows else loss
 
 
-def _check_classes(target: Tensor, classes: int, ignore_index: int) -> None:
-    """Raise unless target holds classes; values are checked on the CPU only, where that waits for no device."""
-    if target.dtype != torch.int64:
-        raise TypeError(f"target must be int64, not {target.dtype}")
-    if readable(target):
-        wrong = target[((target < 0) | (target >= classes)) & (target != ignore_index)]
-        if wrong.numel():
-            raise IndexError(f"target must lie between 0 and {classes - 1} or be {ignore_index}, not {int(wrong[0])}")
-
-
-def _gradients(
-    x: Tensor, weight: Tensor, wanted: list[bool], wide: torch.dtype | None, bias_dtype: torch.dtype
-) -> tuple[Tensor, Tensor, Tensor]:
-    V = weight.shape[0]
-    return (
-        x.new_empty(x.shape if wanted[0] else (0,)),
-        weight.new_empty(weight.shape if wanted[1] else (0,), dtype=wide or weight.dtype),
-        x.new_empty((V,) if wanted[2] else (0,), dtype=wide or bias_dtype),
-    )
-
-
 def _forward_fake(x: Tensor, weight: Tensor, wanted: list[bool]) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     loss = x.new_empty((x.shape[0],), dtype=torch.float32)
-    return loss, *_gradients(x, weight, wanted, torch.float32, torch.float32)
+    return loss, *reference.zero_gradients(x, weight, wanted, torch.float32, torch.float32)
 
 
 def _backward_fake(x: Tensor, weight: Tensor, bias: Tensor | None, wanted: list[bool]) -> tuple[Tensor, Tensor, Tensor]:
-    return _gradients(x, weight, wanted, None, x.dtype if bias is None else bias.dtype)
+    return reference.zero_gradients(x, weight, wanted, weight.dtype, x.dtype if bias is None else bias.dtype)
 
 
 _INPUTS = "Tensor x, Tensor weight, Tensor? bias, Tensor target, int ignore_index, float smoothing, bool[3] wanted"

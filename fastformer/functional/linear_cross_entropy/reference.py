@@ -7,13 +7,14 @@ Letters: M rows, D width, V vocabulary.
 """
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fastformer.host.autograd_function import NAMESPACE
+from fastformer.host.autograd_function import NAMESPACE, plain_gradients
 from fastformer.host.devices import autocasts, to_autocast
 from fastformer.modes import compiling, forward_ad, transformed
 
@@ -87,14 +88,14 @@ def _losses_(
     return _losses(of_label, other_exps, mean, label_smoothing).squeeze(1).masked_fill_(~counts, 0.0)
 
 
-def _gradients(
-    x: Tensor, weight: Tensor, wanted: Sequence[bool], wide: torch.dtype
-) -> tuple[Tensor, Tensor, Tensor]:  # (dx, dweight, dbias), empty unless wanted
-    V = weight.shape[0]
+def zero_gradients(
+    x: Tensor, weight: Tensor, wanted: Sequence[bool], weight_dtype: torch.dtype, bias_dtype: torch.dtype
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return tensors for the gradients of x, weight and bias, empty unless `wanted`."""
     return (
         x.new_empty(x.shape if wanted[0] else (0,)),
-        weight.new_zeros(weight.shape if wanted[1] else (0,), dtype=wide),
-        weight.new_zeros((V,) if wanted[2] else (0,), dtype=wide),
+        weight.new_zeros(weight.shape if wanted[1] else (0,), dtype=weight_dtype),
+        weight.new_zeros(weight.shape[:1] if wanted[2] else (0,), dtype=bias_dtype),
     )
 
 
@@ -151,7 +152,7 @@ def _in_chunks(
     M, V = x.shape[0], weight.shape[0]
     # Sums over rows accumulate in fp32 at least.
     wide = torch.promote_types(weight.dtype, torch.float32)
-    dx, dweight, dbias = _gradients(x, weight, wanted, wide)
+    dx, dweight, dbias = zero_gradients(x, weight, wanted, wide, wide)
     losses = [torch.zeros(0, dtype=wide, device=x.device)]
     step, _ = _rows_at_once(x, V)
     buffer = _aligned(step, V, wide, x.device)
@@ -190,7 +191,7 @@ def _(
     wanted: list[bool],
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     wide = torch.promote_types(weight.dtype, torch.float32)
-    return weight.new_empty(x.shape[0], dtype=wide), *_gradients(x, weight, wanted, wide)
+    return weight.new_empty(x.shape[0], dtype=wide), *zero_gradients(x, weight, wanted, wide, wide)
 
 
 def _fits_one_chunk(x: Tensor, weight: Tensor) -> bool:
@@ -202,6 +203,10 @@ def _fits_one_chunk(x: Tensor, weight: Tensor) -> bool:
     wide = torch.promote_types(weight.dtype, torch.float32)
     M = x.shape[0]
     return 0 < M <= _rows_at_once(x, weight.shape[0])[0] and x.dtype == weight.dtype == wide
+
+
+def _sum_of_rows(target: Tensor, settings: tuple[int, float], x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    return plain_loss(x, weight, bias, target, *settings).sum()
 
 
 class ChunkedCrossEntropy(torch.autograd.Function):
@@ -240,12 +245,8 @@ class ChunkedCrossEntropy(torch.autograd.Function):
         needs_grad = ctx.needs_input_grad[:3]
         # Where the gradient is to be differentiated; no graph of torch.compile has second derivatives.
         if torch.is_grad_enabled() and not compiling():
-            # Views: a tied weight has a gradient here, apart from the one that it has through x.
-            views: list[Any] = [None if t is None else t.view_as(t) for t in (x, weight, bias)]
-            inputs = [t for t, needed in zip(views, needs_grad, strict=True) if needed]
-            loss = plain_loss(views[0], views[1], views[2], target, *ctx.settings).sum()
-            gradients = iter(torch.autograd.grad(loss, inputs, grad, create_graph=True))
-            return *(next(gradients) if needed else None for needed in needs_grad), None, None, None
+            formula = partial(_sum_of_rows, target, ctx.settings)
+            return *plain_gradients(formula, (x, weight, bias), needs_grad, (grad,)), None, None, None
         if ctx.one_chunk:
             dlogits = saved[0] * grad
             return (

@@ -146,7 +146,7 @@ def _norm(
         eps: the number that the kernels add.
     """
     parameters = weight, bias
-    shape = _as_shape(normalized_shape)
+    shape = normalized_shape if isinstance(normalized_shape, tuple) else _as_shape(normalized_shape)
     op = NAMES[centred]
     if residual is not None:
         op = f"dropout_add_{op}"

@@ -14,8 +14,7 @@ from torch import Tensor
 
 from fastformer.functional.choice import runs_fused
 from fastformer.host.autograd_function import call, define
-from fastformer.host.devices import check_tensors
-from fastformer.modes import readable
+from fastformer.host.devices import check_range, check_tensors
 
 _LARGEST_HEAD = 1024  # a tile of the kernel has whole heads
 
@@ -83,11 +82,7 @@ def _check_positions(positions: Tensor, tokens: torch.Size, P: int) -> None:
     sizes = zip(reversed(positions.shape), reversed(tokens), strict=False)
     if positions.dim() > len(tokens) or any(n not in (1, size) for n, size in sizes):
         raise ValueError(f"positions must broadcast to x.shape[:-2], {list(tokens)}, not {list(positions.shape)}")
-    if readable(positions):
-        low, high = (int(end) for end in positions.aminmax())
-        if low < 0 or high >= P:
-            wrong = low if low < 0 else high
-            raise ValueError(f"positions must lie between 0 and {P - 1}, as cos and sin have P = {P} rows, not {wrong}")
+    check_range("positions", positions, P - 1, f", as cos and sin have P = {P} rows")
 
 
 def _plain(x: Tensor, positions: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:

@@ -1,13 +1,8 @@
 """`attn_implementation="fastformer"`: the masks and the attention that transformers calls for that name.
 
-transformers makes the mask of each pattern once per forward pass. Its own implementations return a tensor
-`[B, 1, T, S]`, `mask_rules` a `MaskRules`: the padding of the keys `[B, S]`, causality and window, or the `Layout`
-of sequences in a packed call. A `MaskRules` holds a tensor where these do not suffice: chunks, custom mask functions,
-several new tokens in a static cache that holds some, and windows or flattened batches under torch.compile.
-`attention_forward` gets it in each layer, and passes it on to `functional.attention` or `packed_attention`.
-
-The mask function says whether attention is causal; that the batch is one row does not. A prototype that took each such
-row as causal had eager's numbers for decoders, and was off by 0.03 to 0.05 for BERT, ELECTRA and RoBERTa.
+transformers makes the mask of each pattern once per forward pass. `mask_rules` returns a `MaskRules`: the padding of
+keys `[B, S]`, causality and window, or the `Layout` of sequences in a packed call; a tensor `[B, 1, T, S]` where these
+do not suffice. `attention_forward` gets it in each layer.
 
 Letters: B batch, H heads, T queries, S keys, K head size, Kv that of values, P positions, N tokens of a packed batch.
 """
@@ -55,9 +50,7 @@ def collects_weights() -> bool:
 class MaskRules:
     """Which keys each query attends to in one forward pass, in the arguments of `fastformer.functional.attention`.
 
-    transformers passes it from a model's mask to its attention. It is not a tensor: a model that computes with its mask
-    by itself, without the attention interface, gets an error instead of wrong numbers.
-
+    It is not a tensor: a model that computes with its mask by itself, without the attention interface, gets an error.
     The last query meets the last of the used keys.
     """
 
@@ -139,9 +132,8 @@ def mask_rules(
 ) -> MaskRules:
     """State a pattern as rules; registered with transformers' AttentionMaskInterface, which documents the arguments.
 
-    Offsets are positions of the first query and key: a tensor for static caches, and not 0 where a cache has dropped
-    keys. attention_mask is bool `[B, positions]`, True = real; or rules that `generate` made in advance.
-    allow_is_causal_skip is False where decoding is compiled, so that every step gives rules of the same form.
+    attention_mask is bool `[B, positions]`, True = real; or rules that `generate` made in advance. allow_is_causal_skip
+    is False where decoding is compiled, so that every step gives rules of the same form.
     """
     if isinstance(attention_mask, MaskRules):
         return attention_mask
@@ -170,10 +162,7 @@ def mask_rules(
 
 
 def _packed_rules(batch: Packed, window: Window | None, shape: tuple[int, ...]) -> MaskRules:
-    """Return the rules of a packed call; a bidirectional pattern is attention to an encoder's states, if there are any.
-
-    Rules have no layout, and attention raises, if the pattern is a mask of all pairs or counts padding between tokens.
-    """
+    """Return the rules of a packed call; without a layout for masks of all pairs, or that count padding."""
     layout, counts = batch.sequences, window not in _NO_WINDOW
     key_layout = batch.memory if batch.memory is not None and window == (None, None) else layout
     tokens = shape[0] * shape[2], shape[0] * shape[3]
@@ -224,13 +213,11 @@ def attention_forward(
     """Attend in one layer; registered with transformers' AttentionInterface, which documents the arguments.
 
     attention_mask is from `mask_rules`, a tensor `[B, H, T, S]` or None; is_causal is read if it is None, as in `sdpa`.
-    position_bias is broadcastable to `[B, H, T, S]` (T5), or by distance `[H, 2 P - 1]` in a packed call.
+    position_bias is broadcastable to `[B, H, T, S]` (T5), or by distance `[H, 2 P - 1]` in a packed call. Raises
+    ValueError where `functional.attention` has no argument for something that would change the result.
 
     Returns:
         `[B, T, H, Kv]`, and the weights `[B, H, T, S]` if they are requested, else None. Packed, B is 1.
-
-    Raises:
-        ValueError: `functional.attention` has no argument for something that would change the result.
     """
     causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
     rules = _rules_of(query, key, attention_mask, bool(causal), sliding_window)
@@ -298,10 +285,7 @@ def _rules_of(query: Tensor, key: Tensor, mask: Any, causal: bool, sliding_windo
 
 
 def t5_attention(attention: Any, inner: Any, names: tuple[str, ...], /, *args: Any, **kwargs: Any) -> Any:
-    """Run T5's attention with a bias by distance `[H, 2 P - 1]` in place of all pairs, where tokens are packed.
-
-    The bias is computed by T5's own function, for one query. The attention to an encoder has a bias of zeros.
-    """
+    """Run T5's attention with a bias by distance `[H, 2 P - 1]` where tokens are packed; zeros to an encoder."""
     rules = kwargs.get("mask")
     if isinstance(rules, MaskRules) and rules.layout is not None and kwargs.get("position_bias") is None:
         if attention.has_relative_attention_bias:

@@ -1,10 +1,8 @@
 """Run a Hugging Face model on one row of the real tokens of a batch, whose sequences are kept apart.
 
-`forward` wraps the forward of each model that has `attn_implementation="fastformer"` or that `padding_free` changed. It
-reads the arguments first:
+`forward` wraps the forward of each model that has `attn_implementation="fastformer"` or that `padding_free` changed:
 - A padded batch `[B, L]` becomes one row of its N real tokens if `padding_free` changed the model; outputs are padded.
-- A flattened batch holds several sequences in a row, whose position ids begin again with each, as
-  `DataCollatorWithFlattening` makes them. Its attention keeps them apart, or the call raises.
+- The attention of a flattened batch, whose position ids begin again within a row, keeps its sequences apart, or raises.
 """
 
 import json
@@ -34,7 +32,6 @@ KNOWN = {
     "attention_mask", "encoder_hidden_states", "encoder_attention_mask", "cache_position", "num_items_in_batch",
     "position_ids", "labels",
 }  # fmt: skip
-_OUTPUTS_OF_BATCHES = ("output_attentions", "output_router_logits")
 _TOKEN_WISE = (nn.Embedding, Conv1D)  # beside the classes that `mixing_reason` knows; Conv1D is GPT-2's linear map
 _CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.Sequential, nn.ParameterList, nn.ParameterDict)
 # Libraries whose hooks and forwards inside a model do not depend on the whole batch.
@@ -89,8 +86,7 @@ def parameters(module: nn.Module) -> tuple[str, ...]:
 def tested_classes() -> dict[str, str]:
     """Return the base models that the survey (`tests/integrations/survey.py`) confirmed when packed, by `identity`.
 
-    Values name what a token's default position counts: "columns" of the padded batch, "tokens" of the sequence, or
-    "words": ids other than the padding token's.
+    Values name what a token's default position counts: "columns", "tokens", or "words": ids that are not padding.
     """
     text = resources.files("fastformer.integrations.transformers").joinpath("tested.json").read_text(encoding="utf-8")
     return {
@@ -110,10 +106,7 @@ def identity(model: nn.Module) -> str:
 
 
 def calls_the_interface(model: PreTrainedModel) -> bool:
-    """Return whether a model's attention goes through transformers' interface, as transformers reads from its source.
-
-    True for classes outside of transformers.
-    """
+    """Return whether a model's attention goes through transformers' interface; True for classes of other packages."""
     cls: Any = next((cls for cls in type(model).__mro__ if cls.__module__.startswith("transformers.models.")), None)
     return cls is None or bool(cls._can_set_attn_implementation())
 
@@ -189,12 +182,9 @@ def _inside(batch: Packed | Tensor | None, function: Any, *args: Any, **kwargs: 
 
 
 def _read_positions(model: Any, arguments: dict[str, Any]) -> Packed | Tensor | None:
-    """Return the sequences of a flattened batch, or None. Waits for the device if there are position ids.
+    """Return the sequences of a flattened batch, or None; raise ValueError if the model cannot keep them apart.
 
     Adds an attention mask to a flattened batch: without one, transformers would make masks of all pairs.
-
-    Raises:
-        ValueError: the model cannot keep its sequences apart.
     """
     ids, mask = arguments.get("position_ids"), arguments.get("attention_mask")
     ids = ids[0] if isinstance(ids, Tensor) and ids.dim() == 3 and len(ids) == 4 else ids  # text, time, height, width
@@ -241,7 +231,8 @@ def _read_padding(model: Any, arguments: dict[str, Any]) -> Packed | None:
     if mask.dim() != 2 or states.shape[:2] != mask.shape or not _is_empty(arguments.get("past_key_values")):
         return None
     tensors = {name for name, x in arguments.items() if isinstance(x, Tensor) and x.dim()}
-    needs_batch = any(arguments.get(name) or getattr(model.config, name, False) for name in _OUTPUTS_OF_BATCHES)
+    outputs = "output_attentions", "output_router_logits"
+    needs_batch = any(arguments.get(name) or getattr(model.config, name, False) for name in outputs)
     if tensors - BY_TOKEN - KNOWN or needs_batch or _active_collector.get() or reason_for_batches(model):
         return None
     rows = Layout.from_mask(mask == 0).to(states.device)
@@ -371,10 +362,7 @@ def embed_positions(module: Any, inner: Any, names: tuple[str, ...], /, *args: A
 
 
 def _name_of_attention(model: PreTrainedModel, requested_attention: str | None, *args: Any, **kwargs: Any) -> str:
-    """Accept the name "fastformer", except for models whose own code computes attention, such as DeBERTa.
-
-    transformers gives any model any registered name, which would not change such models.
-    """
+    """Accept the name "fastformer", except for models whose own code computes attention, such as DeBERTa."""
     if requested_attention == NAME:
         if not calls_the_interface(model):
             raise ValueError(

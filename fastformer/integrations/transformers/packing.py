@@ -8,7 +8,7 @@ from transformers import PreTrainedModel
 
 from fastformer.integrations.transformers import entry
 from fastformer.integrations.transformers.attention import mpnet_attention, mpnet_bias, t5_attention
-from fastformer.nn.conversion import Entry, name_of
+from fastformer.nn.conversion import Entry, lines_of, name_of
 
 
 @dataclass
@@ -19,10 +19,8 @@ class PaddingFree:
     padded: list[Entry] = field(default_factory=list)  # models that work on padding, with the reason
 
     def __str__(self) -> str:
-        lines = [f"{len(self.packed)} models packed, {len(self.padded)} padded"]
-        for title, entries in (("packed", self.packed), ("padded", self.padded)):
-            lines += [f"  {title}  {x.name}  {x.before} : {x.outcome}" for x in entries]
-        return "\n".join(lines)
+        head = f"{len(self.packed)} models packed, {len(self.padded)} padded"
+        return "\n".join([head, *lines_of("packed", self.packed), *lines_of("padded", self.padded)])
 
 
 def padding_free(model: nn.Module) -> PaddingFree:
@@ -34,11 +32,8 @@ def padding_free(model: nn.Module) -> PaddingFree:
     is read under padding on the left, or if a loss has labels other than -100 there. `docs/hugging-face.md` lists the
     batches that run padded.
 
-    Args:
-        model: a transformers model, or a module that holds some, such as a SentenceTransformer.
-
-    Returns:
-        The report, with the reason for each model that did not change.
+    model is a transformers model, or a module that holds some, such as a SentenceTransformer. The report has the reason
+    for each model that did not change.
     """
     padded(model)
     report = PaddingFree()

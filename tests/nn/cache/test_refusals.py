@@ -179,9 +179,9 @@ def test_the_cache_of_another_stack_or_dtype_is_refused(capacity: int | None) ->
     encoder, decoder = both("encoder")[1].float(), both("decoder")[1].float()
     x, memory = torch.randn(2, 1, D), torch.randn(2, 3, D)
     cache = encoder.new_cache(2, capacity=capacity)
-    with pytest.raises(ValueError, match="the cache is of another stack: not of a TransformerDecoder"):
+    with pytest.raises(ValueError, match="the cache is of another stack"):
         decoder.step(x, cache)
-    with pytest.raises(ValueError, match="the cache is of another stack: not of a TransformerEncoder"):
+    with pytest.raises(ValueError, match="the cache is of another stack"):
         encoder.step(x, decoder.new_cache(memory, capacity=capacity))
     wrong = r"the cache must be of this stack, its dtype and its autocast: it holds 2 heads of 8, torch\."
     with torch.autocast("cpu", torch.bfloat16):

@@ -66,9 +66,9 @@ def test_tables_of_a_transform_are_kept_from_others():
 
 
 def test_tables_of_a_graph_are_kept_from_others_and_those_it_reads_stay(monkeypatch):
-    """What is captured for CUDA has no values yet, and later reads the places that it was shown."""
+    """Tables captured for CUDA have no values yet; a captured graph later reads the kept tables that it was given."""
     rotary, like = Rotary(theta=888.0), torch.zeros(1)
-    for name, value in (("_MAX_TABLES", 2), ("_TABLES", {}), ("_GRAPH_TABLES", {})):
+    for name, value in (("_MAX_TABLES", 2), ("_TABLES", {})):
         monkeypatch.setattr(tables, name, value)
     monkeypatch.setattr(tables, "capturing", lambda x: True)
     made = rotary.tables(8, 4, like)
@@ -81,11 +81,7 @@ def test_tables_of_a_graph_are_kept_from_others_and_those_it_reads_stay(monkeypa
     for theta in (1.0, 2.0, 3.0):
         Rotary(theta).tables(8, 4, like)
     assert len(tables._TABLES) == 2
-    assert [kept is before for kept in tables._GRAPH_TABLES.values()] == [True]
-    monkeypatch.setattr(tables, "capturing", lambda x: True)
-    for theta in (2.0, 3.0, 2.0, 3.0):  # one more than are kept: that graph makes its own
-        Rotary(theta).tables(8, 4, like)
-    assert len(tables._GRAPH_TABLES) == 2
+    assert rotary.tables(8, 4, like) is before
 
 
 @pytest.mark.parametrize(

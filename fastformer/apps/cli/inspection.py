@@ -135,12 +135,22 @@ def compare(
     plot: Annotated[
         Path | None, typer.Option(help="file for the learning curves of all runs: .png, .pdf or .svg")
     ] = None,
+    bootstrap: Annotated[
+        int | None,
+        whole_number(
+            "of translation runs: translate the first run's test data with all, and compare with the first run "
+            "by so many resamples of the sentences, such as 1000"
+        ),
+    ] = None,
 ) -> None:
     """Compare runs: sizes, budgets, best validation values, and the settings that differ."""
     from rich.table import Table
 
     if plot is not None:
         _check_figure(plot, *runs)
+    check_value("bootstrap", bootstrap, int | None, at_least=2)
+    if bootstrap is not None and (len(runs) < 2 or {read_kind(run) for run in runs} != {"translation"}):
+        raise ValueError("--bootstrap compares at least two translation runs")
     comparison = compare_runs(runs)
     table = Table(box=None, pad_edge=False)
     table.add_column("")
@@ -158,6 +168,11 @@ def compare(
         console.print(f"No metrics yet: {', '.join(without_metrics)}")
     if plot is not None:
         console.print(f"wrote {_draw_histories(comparison, plot)}")
+    if bootstrap is not None:
+        compare_systems = application_function(runs[0], "compare_systems", {})
+        for score in compare_systems(runs, bootstrap):
+            p_value = "" if score.p_value is None else f"  p = {score.p_value:.4f}"
+            console.print(f"{score.metric:6} {score.score:6.2f}{p_value}  {score.system}")
 
 
 def _rows(comparison: Comparison) -> list[list[str]]:

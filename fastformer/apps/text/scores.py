@@ -1,4 +1,4 @@
-"""Scores of translations: sacreBLEU, chrF and exact match, computed on detokenised text only.
+"""Scores of translations: sacreBLEU, chrF, TER and exact match, computed on detokenised text only.
 
 BLEU counts words, so it depends on the boundaries of words, which differ by language. `bleu_tokenizer` chooses as
 sacrebleu does: `zh`, `ja-mecab`, `ko-mecab`, and `13a` for all other languages; `char` for languages without spaces for
@@ -8,8 +8,8 @@ clarity in reporting BLEU scores").
 
 import logging
 import re
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 from fastformer.settings import check_value
@@ -35,21 +35,32 @@ logger = logging.getLogger("fastformer")
 
 @dataclass(frozen=True)
 class Scores:
-    """BLEU and chrF from 0 to 100 with their signatures; exact: share of identical sentences, 0 to 1."""
+    """BLEU, chrF and TER from 0 to 100 (TER: above, too, and lower is better), each with its signature.
+
+    Attributes:
+        bleu, chrf, ter: the scores.
+        exact: share of sentences that equal a reference, 0 to 1.
+        sentences: their number.
+        bleu_signature, chrf_signature, ter_signature: sacrebleu's; scores with equal signatures can be compared.
+        intervals: half of the 95 % interval of "bleu", "chrf" and "ter", with bootstrap resampling.
+    """
 
     bleu: float
     chrf: float
+    ter: float
     exact: float
     sentences: int
     bleu_signature: str
     chrf_signature: str
+    ter_signature: str
+    intervals: Mapping[str, float] = field(default_factory=dict)
 
     def __str__(self) -> str:
-        return (
-            f"BLEU {self.bleu:.2f} ({self.bleu_signature})\n"
-            f"chrF {self.chrf:.2f} ({self.chrf_signature})\n"
-            f"exact {100 * self.exact:.1f} % of {self.sentences:,} sentences"
-        )
+        lines = []
+        for name, title in (("bleu", "BLEU"), ("chrf", "chrF"), ("ter", "TER")):
+            interval = f" ± {self.intervals[name]:.2f}" if name in self.intervals else ""
+            lines.append(f"{title} {getattr(self, name):.2f}{interval} ({getattr(self, f'{name}_signature')})")
+        return "\n".join([*lines, f"exact {100 * self.exact:.1f} % of {self.sentences:,} sentences"])
 
 
 def bleu_tokenizer(language: str) -> str:
@@ -81,37 +92,114 @@ def warn_without_spaces(tokenizer: str, references: Sequence[str]) -> None:
 
 
 def score_translations(
-    translations: Sequence[str], references: Sequence[str], lowercase: bool = False, tokenizer: str = "13a"
+    translations: Sequence[str],
+    references: Sequence[str],
+    lowercase: bool = False,
+    tokenizer: str = "13a",
+    *,
+    more_references: Sequence[Sequence[str]] = (),
+    bootstrap: int = 0,
 ) -> Scores:
-    """Score detokenised translations against one reference each.
+    """Score detokenised translations against one or several references each.
 
     Args:
         translations: one for each sentence.
         references: one for each sentence.
         lowercase: compare lower-cased text.
         tokenizer: sacrebleu's, for BLEU: one of `BLEU_TOKENIZERS`; see `bleu_tokenizer`.
+        more_references: further references, each list with one for each sentence.
+        bootstrap: resamples of the sentences for 95 % intervals (Koehn 2004); 0: no intervals.
 
     Raises:
         ValueError: the numbers of sentences differ, there is none, or there is no such tokenizer.
         ImportError: sacrebleu is not installed (it comes with the extra `apps`), or a package that the tokenizer needs.
     """
-    from sacrebleu.metrics import CHRF
-
-    if len(translations) != len(references):
-        raise ValueError(f"{len(translations)} translations and {len(references)} references")
-    if not references:
-        raise ValueError("there is nothing to score")
-    bleu, chrf = _bleu(tokenizer, lowercase), CHRF(lowercase=lowercase)
+    lists = _checked([translations], [references, *more_references])
+    metrics = _metrics(tokenizer, lowercase)
     warn_without_spaces(tokenizer, references)
-    same = sum(translation == reference for translation, reference in zip(translations, references, strict=True))
+    scores = {
+        name: metric.corpus_score(list(translations), lists, n_bootstrap=max(bootstrap, 1))
+        for name, metric in metrics.items()
+    }
+    same = sum(translation in each for translation, *each in zip(translations, *lists, strict=True))
     return Scores(
-        bleu.corpus_score(list(translations), [list(references)]).score,
-        chrf.corpus_score(list(translations), [list(references)]).score,
-        same / len(references),
-        len(references),
-        str(bleu.get_signature()),
-        str(chrf.get_signature()),
+        **{name: score.score for name, score in scores.items()},
+        exact=same / len(references),
+        sentences=len(references),
+        **{f"{name}_signature": str(metric.get_signature()) for name, metric in metrics.items()},  # type: ignore[arg-type]
+        intervals={name: score._ci for name, score in scores.items()} if bootstrap else {},
     )
+
+
+@dataclass(frozen=True)
+class PairedScore:
+    """A score of one system, and the p-value of its difference to the first system."""
+
+    system: str
+    metric: str
+    score: float
+    p_value: float | None
+
+
+def compare_translations(
+    systems: Mapping[str, Sequence[str]],
+    references: Sequence[str],
+    tokenizer: str = "13a",
+    bootstrap: int = 1000,
+) -> list[PairedScore]:
+    """Compare systems with the first one by paired bootstrap resampling (Koehn 2004), as sacrebleu does.
+
+    Args:
+        systems: name -> translations, one for each sentence.
+        references: one for each sentence.
+        tokenizer: as in `score_translations`.
+        bootstrap: number of resamples.
+
+    Returns:
+        BLEU, chrF and TER of each system; the first one has no p-value.
+
+    Raises:
+        ValueError: there are fewer than two systems, or as in `score_translations`.
+    """
+    from sacrebleu.significance import PairedTest
+
+    if len(systems) < 2:
+        raise ValueError(f"systems must be at least two, not {len(systems)}")
+    lists = _checked(list(systems.values()), [references])
+    metrics = {
+        name: type(metric)(references=lists, **({"tokenize": tokenizer} if name == "bleu" else {}))
+        for name, metric in _metrics(tokenizer).items()
+    }
+    pairs = [(name, list(translations)) for name, translations in systems.items()]
+    _, results = PairedTest(pairs, metrics, references=None, test_type="bs", n_samples=bootstrap)()
+    scores = []
+    for metric in [name for name in results if name != "System"]:
+        first = results[metric][0].score
+        for system, result in zip(systems, results[metric], strict=True):
+            # Of equal scores no resample differs more, which sacrebleu reports as the smallest p-value.
+            equal = result.p_value is not None and result.score == first
+            scores.append(PairedScore(system, metric, result.score, 1.0 if equal else result.p_value))
+    return scores
+
+
+def _checked(systems: Sequence[Sequence[str]], references: Sequence[Sequence[str]]) -> list[list[str]]:
+    """Return the references as lists; raise ValueError if numbers of sentences differ or are 0."""
+    for each in (*systems, *references[1:]):
+        if len(each) != len(references[0]):
+            raise ValueError(f"{len(each)} translations and {len(references[0])} references")
+    if not references[0]:
+        raise ValueError("there is nothing to score")
+    return [list(each) for each in references]
+
+
+def _metrics(tokenizer: str, lowercase: bool = False) -> dict[str, Any]:
+    from sacrebleu.metrics import CHRF, TER
+
+    return {
+        "bleu": _bleu(tokenizer, lowercase),
+        "chrf": CHRF(lowercase=lowercase),
+        "ter": TER(),  # lower-cased, as in tercom
+    }
 
 
 def _bleu(tokenizer: str, lowercase: bool = False) -> Any:

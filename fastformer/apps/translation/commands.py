@@ -2,7 +2,7 @@
 
 import functools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -24,7 +24,7 @@ from fastformer.apps.cli.options import START, USE, make_settings, whole_number,
 from fastformer.apps.cli.training import add_training
 from fastformer.apps.runs.folder import refuse_output
 from fastformer.apps.text import read_lines, read_parallel
-from fastformer.apps.text.scores import check_bleu_tokenizer
+from fastformer.apps.text.scores import PairedScore, check_bleu_tokenizer, compare_translations
 from fastformer.apps.translation.run import (
     APPLICATION,
     DataConfig,
@@ -123,13 +123,14 @@ def evaluate_run(
     device: str,
     texts: Any,
     *,
-    target: Path | None = None,
+    target: list[Path] | None = None,
     output: Path | None = None,
     lowercase: bool = False,
     bleu_tokenizer: str | None = None,
+    bootstrap: int | None = None,
     search: dict[str, Any],
 ) -> None:
-    """Print BLEU and chrF on the run's test or validation pairs, or on a source file and its references."""
+    """Print BLEU, chrF and TER on the run's test or validation pairs, or on a source file and its references."""
     source = texts if isinstance(texts, Path) else None
     if output is not None:
         check_output(output)
@@ -137,17 +138,40 @@ def evaluate_run(
     data = DataConfig(**APPLICATION.read_config(run)["data"])
     tokenizer = bleu_tokenizer or data.tokenizer_for_bleu
     check_bleu_tokenizer(tokenizer)
-    refuse_output(output, source, target, *data.files(), runs=(run,))
-    if (source is None) != (target is None):
+    refuse_output(output, source, *(target or ()), *data.files(), runs=(run,))
+    if (source is None) != (not target):
         raise ValueError("--source and --target must be given together")
-    corpus = read_parallel(source, target) if source and target else read_corpora(data)[texts]
+    corpus = read_parallel(source, target[0]) if source and target else read_corpora(data)[texts]
+    more = [[line.strip() for line in read_lines(path)] for path in (target or ())[1:]]
+    for path, lines in zip((target or ())[1:], more, strict=True):
+        if len(lines) != len(corpus):
+            raise ValueError(
+                f"{path} has {len(lines):,} lines for {len(corpus):,} pairs; several references need files of equal "
+                "length without empty lines"
+            )
     translator = load_translator(run, checkpoint, device)
     pack_weights(translator.model)
-    scores, translations = evaluate(translator, corpus, options, lowercase, tokenizer)
+    scores, translations = evaluate(
+        translator, corpus, options, lowercase, tokenizer, more_references=more, bootstrap=bootstrap or 0
+    )
     if output is not None:
         put_lines(translations, output)
     console.print(f"{corpus}; beam {options.beam}, length penalty {options.length_penalty}")
     console.print(str(scores))
+
+
+def compare_systems(runs: Sequence[Path], bootstrap: int) -> list[PairedScore]:
+    """Translate the test data of the first run with each run's best weights, and compare by paired bootstrap."""
+    data = DataConfig(**APPLICATION.read_config(runs[0])["data"])
+    check_bleu_tokenizer(data.tokenizer_for_bleu)
+    corpus = read_corpora(data)["test"]
+    systems = {}
+    for run in runs:
+        translator = load_translator(run)
+        pack_weights(translator.model)
+        systems[str(run)] = translator.translate(corpus.source)
+    console.print(f"{corpus}; beam {SearchOptions.beam}")
+    return compare_translations(systems, corpus.target, data.tokenizer_for_bleu, bootstrap)
 
 
 def attention_of(

@@ -127,7 +127,7 @@ def score_translations(
         exact=same / len(references),
         sentences=len(references),
         **{f"{name}_signature": str(metric.get_signature()) for name, metric in metrics.items()},  # type: ignore[arg-type]
-        intervals={name: score._ci for name, score in scores.items()} if bootstrap else {},
+        intervals={name: float(score._ci) for name, score in scores.items()} if bootstrap else {},
     )
 
 

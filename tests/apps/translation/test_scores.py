@@ -10,7 +10,7 @@ from tests.apps.cli.test_streaming import runs  # noqa: F401
 from tests.support.command_line import fastformer
 
 REFERENCES = [f"the {i} cat sat on mat {i % 3}" for i in range(40)]
-OTHERS = [f"a {i} cat lay on mat {i % 3}" for i in range(40)]
+OTHERS = [f"a {i} cat was on mat {i % 3}" for i in range(40)]
 NEAR = [line.replace("sat", "was") if i % 2 else line for i, line in enumerate(REFERENCES)]
 FAR = [line.replace("cat", "dog") for line in NEAR]
 

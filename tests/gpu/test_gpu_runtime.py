@@ -95,3 +95,21 @@ def test_the_host_waits_for_nothing(name):
         step()
         with no_host_sync():
             step()
+
+
+def test_warm_up_compiles_what_a_step_launches(monkeypatch):
+    """Sizes that no other test has, so that nothing is compiled before."""
+    triton = pytest.importorskip("triton")
+    layer = fastformer.TransformerEncoderLayer(208, 2, 336, 0.0, batch_first=True, device=DEVICE, dtype=torch.bfloat16)
+    x, mask = torch.randn(2, 40, 208, device=DEVICE, dtype=torch.bfloat16), torch.zeros(2, 40, device=DEVICE).bool()
+    mask[0, 33:] = True
+    with fastformer.backend("triton"):
+        assert fastformer.warm_up(layer, x, step=lambda x: layer(x, src_key_padding_mask=mask), progress=False) > 0
+        compiled = []
+        monkeypatch.setattr(triton.knobs.runtime, "jit_post_compile_hook", lambda **facts: compiled.append(facts))
+        out = layer(x, src_key_padding_mask=mask)
+        out.sum().backward()
+    assert not compiled
+    with fastformer.backend("reference"):
+        expected = layer(x, src_key_padding_mask=mask)
+    assert_close(out, expected, roundings=16)

@@ -1,0 +1,57 @@
+"""The commands of benchmarks/GPU_TODO.md: what they choose exists, and their options are known."""
+
+import re
+from functools import cache
+
+import pytest
+from _pytest.mark.expression import Expression
+
+from tests.support.python import ROOT, python
+
+TEXT = (ROOT / "benchmarks" / "GPU_TODO.md").read_text(encoding="utf-8")
+CHOICES = re.findall(r"""\$BENCH -k (?:'([^']*)'|"([^"]*)"|(\w+))""", TEXT)
+COMMANDS = re.findall(r"`(?:\w+=\S+ |compute-sanitizer )*((?:pytest|python -m) [^`$]*)`", TEXT)
+FILES = re.findall(r"\b(?:tests|benchmarks|recipes)/[\w*./-]+", TEXT)
+
+pytestmark = pytest.mark.slow
+
+
+@cache
+def help_of(*command: str) -> str:
+    ran = python("-m", *command, "--help")
+    assert ran.returncode == 0, ran.stderr
+    return ran.stdout
+
+
+@pytest.fixture(scope="module")
+def benchmark_names():
+    ran = python("-m", "pytest", "benchmarks", "--collect-only", "-q", "-o", "addopts=")
+    assert ran.returncode == 0, ran.stdout[-3000:]
+    return [line.lower() for line in ran.stdout.splitlines() if "::" in line]
+
+
+def test_commands_are_found():
+    assert len(CHOICES) > 20
+    assert len(COMMANDS) > 10
+
+
+@pytest.mark.parametrize("choice", sorted({next(filter(None, each)) for each in CHOICES}))
+def test_a_choice_of_benchmarks_has_cases(choice, benchmark_names):
+    expression = Expression.compile(choice)
+    assert any(expression.evaluate(lambda word, name=name, **_: word.lower() in name) for name in benchmark_names)
+
+
+@pytest.mark.parametrize("pattern", sorted({each for each in FILES if "/results/" not in each}))
+def test_files_exist(pattern):
+    assert [*ROOT.glob(pattern.rstrip("."))]
+
+
+@pytest.mark.parametrize("command", sorted(set(COMMANDS)))
+def test_options_are_known(command):
+    program, *words = command.split()
+    if program == "python":
+        help_text = help_of(words[1])
+    else:
+        help_text = help_of("pytest", "benchmarks" if "benchmarks" in words else "tests")
+    for option in (word for word in words if word.startswith("--")):
+        assert re.search(rf"(?<![\w-]){option}(?![\w-])", help_text), option

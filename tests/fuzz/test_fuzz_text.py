@@ -24,8 +24,8 @@ from fastformer.apps.text import (
     read_text,
     train_sentencepiece,
     write_lines,
-    write_texts,
 )
+from fastformer.apps.text.files import write_texts
 from fastformer.apps.translation.run import APPLICATION as TRANSLATION
 from tests.fuzz.harness import Explore, attempt, chance, changed_json, damaged, encoded, text, toml
 

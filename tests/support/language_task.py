@@ -9,7 +9,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fastformer.apps.language.model import CLASSICAL, LanguageConfig, LanguageModel
-from fastformer.apps.text import EncodedDocuments, LanguageBatch, Sequences, collate_pieces, cut_documents
+from fastformer.apps.text import EncodedDocuments, LanguageBatch, Sequences
+from fastformer.apps.text.language_batches import collate_pieces, cut_documents
 from tests.support.translation_task import IDS, paper_positions, random_ids
 
 

@@ -20,7 +20,8 @@ from fastformer.apps.classification.corpus import LabelledCorpus, encode_texts
 from fastformer.apps.classification.model import SequenceClassifier
 from fastformer.apps.models.common import check_tokenizer, layouts_of
 from fastformer.apps.plots.attention_maps import AttentionMaps, attend_ids
-from fastformer.apps.text import LabelledBatches, Sequences, Tokenizer, check_texts
+from fastformer.apps.text import LabelledBatches, Sequences, Tokenizer
+from fastformer.apps.text.files import check_texts
 from fastformer.host.devices import device_of
 from fastformer.settings import check_value
 

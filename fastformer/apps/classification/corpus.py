@@ -14,7 +14,8 @@ from typing import Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from fastformer.apps.text import TextError, Tokenizer, encode_source, english, hold_out
+from fastformer.apps.text import TextError, Tokenizer, encode_source, english
+from fastformer.apps.text.corpora import hold_out
 from fastformer.apps.text.encoding import Sequences
 from fastformer.apps.text.files import iterate_lines
 

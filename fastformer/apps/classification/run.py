@@ -34,7 +34,8 @@ from fastformer.apps.runs.automatic_settings import CHOSEN, Task
 from fastformer.apps.runs.folder import BY_HAND, refuse_by_hand
 from fastformer.apps.runs.run import Run
 from fastformer.apps.settings import SET, File, FolderOrName, Given, Settings, Texts, inherited, setting
-from fastformer.apps.text import SPLITTINGS, LabelledBatch, LabelledBatches, Tokenizer, learn_tokenizer
+from fastformer.apps.text import SPLITTINGS, LabelledBatch, LabelledBatches, Tokenizer
+from fastformer.apps.text.vocabulary import learn_tokenizer
 from fastformer.apps.train import TrainConfig, Validation
 from fastformer.settings import check_value
 

@@ -19,7 +19,7 @@ from fastformer.apps.runs.folder import refuse_output
 from fastformer.apps.runs.kinds import MAIN
 from fastformer.apps.system.files import check_writable, is_stream
 from fastformer.apps.system.terminal import Terminal
-from fastformer.apps.text import checked_lines, lines_of, write_texts
+from fastformer.apps.text.files import checked_lines, lines_of, write_texts
 from fastformer.settings import check_value
 
 logger = logging.getLogger("fastformer")

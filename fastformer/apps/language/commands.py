@@ -21,7 +21,7 @@ from fastformer.apps.language.run import APPLICATION, LanguageRun, evaluate_text
 from fastformer.apps.language.sampling import SamplingOptions
 from fastformer.apps.language.text_generator import attend_text
 from fastformer.apps.runs.folder import refuse_output
-from fastformer.apps.text import checked_lines, write_texts
+from fastformer.apps.text.files import checked_lines, write_texts
 from fastformer.nn import pack_weights
 
 RUN = Path("runs") / APPLICATION.kind

@@ -12,17 +12,8 @@ import torch
 from numpy.typing import NDArray
 
 from fastformer.apps.language.model import LanguageModel, language_model_loss
-from fastformer.apps.text import (
-    EncodedDocuments,
-    Pieces,
-    TextCorpus,
-    Tokenizer,
-    collate_pieces,
-    counted_positions,
-    cut_documents,
-    cut_stream,
-    encode_lines,
-)
+from fastformer.apps.text import EncodedDocuments, TextCorpus, Tokenizer, encode_lines
+from fastformer.apps.text.language_batches import Pieces, collate_pieces, counted_positions, cut_documents, cut_stream
 from fastformer.host.devices import device_of, send
 
 _EVALUATION_TOKENS = 4096  # in a batch; more did not make it faster on a CPU

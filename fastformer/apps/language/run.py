@@ -32,12 +32,12 @@ from fastformer.apps.text import (
     TextCorpus,
     Tokenizer,
     docstring_corpora,
-    learn_tokenizer,
     open_text_dataset,
     read_text,
     split_text,
 )
 from fastformer.apps.text.tokenizer import UNK
+from fastformer.apps.text.vocabulary import learn_tokenizer
 from fastformer.apps.train import TrainConfig, Validation
 from fastformer.settings import check_value
 

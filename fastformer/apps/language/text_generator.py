@@ -8,7 +8,8 @@ from fastformer.apps.language.model import LanguageModel
 from fastformer.apps.language.sampling import RandomStreams, SamplingOptions, check_context, sample
 from fastformer.apps.models.common import check_tokenizer
 from fastformer.apps.plots.attention_maps import AttentionMaps, attend_ids
-from fastformer.apps.text import Tokenizer, check_texts
+from fastformer.apps.text import Tokenizer
+from fastformer.apps.text.files import check_texts
 from fastformer.settings import check_value
 
 logger = logging.getLogger("fastformer")

@@ -16,7 +16,7 @@ from torch import Tensor
 from fastformer.apps.models.sizes import MOST_LAYERS
 from fastformer.apps.pretrained.architecture import Architecture
 from fastformer.apps.runs.kinds import applications
-from fastformer.apps.text import read_json
+from fastformer.apps.text.files import read_json
 from fastformer.apps.train.weights import check_finite, check_size, read_weights, same_kind, stored_shapes
 
 _WEIGHTS, _INDEX, _ADAPTER = "model.safetensors", "model.safetensors.index.json", "adapter_config.json"

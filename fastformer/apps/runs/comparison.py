@@ -12,7 +12,7 @@ from typing import Any
 
 from fastformer.apps.runs.folder import BY_HAND, DATA, config_of
 from fastformer.apps.runs.toml import read_toml
-from fastformer.apps.text import read_json
+from fastformer.apps.text.files import read_json
 from fastformer.apps.train import Checkpoint, CheckpointFolder, read_metrics
 from fastformer.apps.train.metrics import JSONL, LOWER_IS_BETTER
 

@@ -21,7 +21,8 @@ from fastformer.apps.runs.folder import CONFIG, DATA, check_new, new_run_folder,
 from fastformer.apps.settings import Given, refuse_fixed
 from fastformer.apps.system.files import write_file
 from fastformer.apps.system.run_lock import lock_run, locked
-from fastformer.apps.text import Tokenizer, read_json
+from fastformer.apps.text import Tokenizer
+from fastformer.apps.text.files import read_json
 from fastformer.apps.train import (
     BatchSource,
     Checkpoint,

@@ -7,18 +7,7 @@ ids and labels as Sequences ─ LabelledBatches ─ LabelledBatch(ids, labels, l
 
 from .batch import Batch, LabelledBatch, LanguageBatch, Side
 from .batches import Batches, LabelledBatches, collate, collate_source
-from .corpora import (
-    DOCUMENT_KINDS,
-    DocumentKind,
-    ParallelCorpus,
-    TextCorpus,
-    cut_lines,
-    hold_out,
-    read_parallel,
-    read_text,
-    split,
-    split_text,
-)
+from .corpora import DOCUMENT_KINDS, ParallelCorpus, TextCorpus, read_parallel, read_text, split, split_text
 from .datasets import DATASETS, DatasetReport, open_dataset, open_text_dataset, prepare
 from .docstrings import docstring_corpora
 from .encoding import (
@@ -30,22 +19,12 @@ from .encoding import (
     encode_pairs,
     encode_source,
 )
-from .files import TextError, check_texts, checked_lines, lines_of, read_json, read_lines, write_lines, write_texts
-from .language_batches import (
-    ColumnBatches,
-    LanguageBatches,
-    Pieces,
-    collate_pieces,
-    counted_positions,
-    cut_documents,
-    cut_stream,
-    token_stream,
-)
-from .marian_tokenizer import MarianTokenizer, read_marian
-from .numbers import english, french, german, number_corpus
+from .files import TextError, read_lines, write_lines
+from .language_batches import ColumnBatches, LanguageBatches
+from .numbers import english, number_corpus
 from .sentencepiece_tokenizer import SentencePieceTokenizer, train_sentencepiece
 from .tokenizer import SpecialIds, Tokenizer
-from .vocabulary import learn_tokenizer, load_tokenizer
+from .vocabulary import load_tokenizer
 from .word_tokenizer import SPLITTINGS, WordTokenizer
 
 __all__ = [
@@ -56,16 +35,13 @@ __all__ = [
     "Batches",
     "ColumnBatches",
     "DatasetReport",
-    "DocumentKind",
     "EncodedDocuments",
     "EncodedPairs",
     "LabelledBatch",
     "LabelledBatches",
     "LanguageBatch",
     "LanguageBatches",
-    "MarianTokenizer",
     "ParallelCorpus",
-    "Pieces",
     "SentencePieceTokenizer",
     "Sequences",
     "Side",
@@ -74,40 +50,24 @@ __all__ = [
     "TextError",
     "Tokenizer",
     "WordTokenizer",
-    "check_texts",
-    "checked_lines",
     "collate",
-    "collate_pieces",
     "collate_source",
-    "counted_positions",
-    "cut_documents",
-    "cut_lines",
-    "cut_stream",
     "docstring_corpora",
     "encode_documents",
     "encode_lines",
     "encode_pairs",
     "encode_source",
     "english",
-    "french",
-    "german",
-    "hold_out",
-    "learn_tokenizer",
-    "lines_of",
     "load_tokenizer",
     "number_corpus",
     "open_dataset",
     "open_text_dataset",
     "prepare",
-    "read_json",
     "read_lines",
-    "read_marian",
     "read_parallel",
     "read_text",
     "split",
     "split_text",
-    "token_stream",
     "train_sentencepiece",
     "write_lines",
-    "write_texts",
 ]

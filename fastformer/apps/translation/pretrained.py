@@ -10,7 +10,8 @@ from torch import Tensor
 
 from fastformer.apps.pretrained import from_transformers
 from fastformer.apps.pretrained.architecture import ACTIVATIONS, HF_ACTIVATIONS, Architecture, Reader, hf_settings
-from fastformer.apps.text import Tokenizer, read_marian
+from fastformer.apps.text import Tokenizer
+from fastformer.apps.text.marian_tokenizer import read_marian
 from fastformer.apps.translation.model import TranslationConfig, TranslationModel
 from fastformer.apps.translation.translator import Translator
 

@@ -24,7 +24,6 @@ from fastformer.apps.text import (
     SpecialIds,
     Tokenizer,
     encode_pairs,
-    learn_tokenizer,
     number_corpus,
     open_dataset,
     read_parallel,
@@ -38,7 +37,7 @@ from fastformer.apps.text.scores import (
     score_translations,
     warn_without_spaces,
 )
-from fastformer.apps.text.vocabulary import split_symbols
+from fastformer.apps.text.vocabulary import learn_tokenizer, split_symbols
 from fastformer.apps.train import TrainConfig, Validation
 from fastformer.apps.translation.model import TranslationConfig, TranslationModel, describe, translation_loss
 from fastformer.apps.translation.pretrained import ARCHITECTURES, read_pretrained

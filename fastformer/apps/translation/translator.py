@@ -14,7 +14,8 @@ import torch
 
 from fastformer.apps.models.common import check_tokenizer, layouts_of
 from fastformer.apps.plots.attention_maps import AttentionMaps
-from fastformer.apps.text import EncodedPairs, Sequences, Tokenizer, check_texts, collate, collate_source, encode_source
+from fastformer.apps.text import EncodedPairs, Sequences, Tokenizer, collate, collate_source, encode_source
+from fastformer.apps.text.files import check_texts
 from fastformer.apps.translation.model import TranslationModel
 from fastformer.apps.translation.search import Hypothesis, SearchOptions, beam_search, greedy_search
 from fastformer.host.devices import device_of, send

@@ -10,7 +10,8 @@ from typer.testing import CliRunner
 
 from fastformer.apps.cli import app
 from fastformer.apps.pretrained import from_transformers, to_transformers
-from fastformer.apps.text import TextError, load_tokenizer, number_corpus, read_marian
+from fastformer.apps.text import TextError, load_tokenizer, number_corpus
+from fastformer.apps.text.marian_tokenizer import read_marian
 from fastformer.apps.train import TrainConfig, read_metrics
 from fastformer.apps.translation import DataConfig, SearchOptions, TranslationRun, Translator, load_translator
 from tests.apps.pretrained.marian_folder import CODE, write_marian_folder

@@ -7,7 +7,8 @@ import pytest
 
 from fastformer.apps.cli.console import check_output
 from fastformer.apps.system.files import write_file
-from fastformer.apps.text import write_lines, write_texts
+from fastformer.apps.text import write_lines
+from fastformer.apps.text.files import write_texts
 
 
 def test_a_failed_write_keeps_the_old_file(tmp_path, monkeypatch):

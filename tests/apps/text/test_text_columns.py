@@ -15,15 +15,14 @@ from fastformer.apps.text import (
     TextCorpus,
     TextError,
     WordTokenizer,
-    cut_lines,
-    cut_stream,
     encode_lines,
     open_text_dataset,
     prepare,
     read_text,
     split_text,
-    token_stream,
 )
+from fastformer.apps.text.corpora import cut_lines
+from fastformer.apps.text.language_batches import cut_stream, token_stream
 
 IDS = SpecialIds()
 

@@ -13,11 +13,13 @@ from fastformer.apps.text import (
     Sequences,
     SpecialIds,
     WordTokenizer,
+    encode_documents,
+)
+from fastformer.apps.text.language_batches import (
     collate_pieces,
     counted_positions,
     cut_documents,
     cut_stream,
-    encode_documents,
     token_stream,
 )
 

@@ -11,16 +11,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fastformer.apps.text import (
-    ParallelCorpus,
-    TextError,
-    files,
-    read_lines,
-    read_parallel,
-    split,
-    write_lines,
-    write_texts,
-)
+from fastformer.apps.text import ParallelCorpus, TextError, files, read_lines, read_parallel, split, write_lines
+from fastformer.apps.text.files import write_texts
 
 # Everything that str.splitlines would split at, but a translator's file does not.
 SEPARATORS = "\x0b\x0c\x1c\x1d\x1e\x85\u2028\u2029"

@@ -7,7 +7,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fastformer.apps.text import english, french, german, number_corpus, numbers
+from fastformer.apps.text import english, number_corpus, numbers
+from fastformer.apps.text.numbers import french, german
 
 ENGLISH = {
     0: "zero", 1: "one", 2: "two", 3: "three", 4: "four", 5: "five", 6: "six", 7: "seven", 8: "eight", 9: "nine",

@@ -176,7 +176,6 @@ def _race(
         direction=direction,
         work=p.work(direction),
         goal=_goal(goals, direction),
-        at=p.at,
         timed=timed,
     )
 
@@ -341,5 +340,4 @@ def bench_packed_attention(
         tolerance=TOLERANCE[p.dtype],
         direction=direction,
         work=p.work(direction),
-        at=p.at,
     )

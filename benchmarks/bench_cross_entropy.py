@@ -134,5 +134,4 @@ def bench_linear_cross_entropy(race: Race, shape: tuple[int, int, int], competit
         upstream=torch.ones((), device=race.device),
         expected=truth(inputs[0], inputs[1], target, smoothing),
         goals={} if goal is None else {(competitor, "both"): goal},
-        at={"tokens": T, "width": D, "vocabulary": V},
     )

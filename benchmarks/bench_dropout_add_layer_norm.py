@@ -125,7 +125,6 @@ def _race_steps(
         upstream=upstream,
         goals=GOALS,
         timed=(steps(N, dropout_p), upstream.unbind()),
-        at={"rows": M, "width": N},
     )
 
 

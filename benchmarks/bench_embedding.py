@@ -94,5 +94,4 @@ def bench_embedding(race: Race, case: str, competitor: str, direction: Direction
         work=work(chosen),
         tolerance=TOLERANCE,
         timed=(functions(p), torch.randn(B, L, D, device=race.device).to(race.dtype)) if p > 0.0 else None,
-        at={"tokens": B * L, "width": D},
     )

@@ -173,5 +173,4 @@ def bench_feed_forward(race: Race, case: str, competitor: str, direction: Direct
         tolerance=TOLERANCE,
         goals=goals,
         timed=(_functions(chosen, p), torch.randn_like(inputs[0])) if p > 0.0 else None,
-        at={"tokens": chosen.tokens, "width": chosen.width},
     )

@@ -7,19 +7,17 @@ times. Random ids stand for words. T2 is written from its description, on torch.
 encoder is nn.Transformer's, with what that has by itself. Its parameters are copied from ours.
 """
 
-import math
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 
 import pytest
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
+from benchmarks.competitors.tutorials import TutorialLanguageModel
 from benchmarks.harness.race import Contender, Race, flat_gradients
 from fastformer.apps.language.model import CLASSICAL, LanguageConfig, LanguageModel, language_model_loss
-from fastformer.apps.models.embeddings import sinusoidal_positions
 from fastformer.apps.text import LanguageBatch
 
 COLUMNS, BPTT, CLIP, LR = 20, 35, 0.25, 1e-3
@@ -42,39 +40,6 @@ CONFIG = LanguageConfig(
 VOCABULARIES = {"quick": 4000, "usual": CONFIG.vocabulary}
 
 
-class TutorialLanguageModel(nn.Module):
-    """Embedding, positions, nn.Transformer's encoder under a float mask, linear; ids `[T, B]`, time first."""
-
-    table: Tensor
-
-    def __init__(self, model: LanguageModel) -> None:
-        super().__init__()
-        c = model.config
-        self.tokens = nn.Embedding(c.vocabulary, c.d_model)
-        self.register_buffer("table", sinusoidal_positions(BPTT, c.d_model)[:, None])
-        self.dropout = nn.Dropout(0.2)
-        # What nn.Transformer, which the original subclasses, makes of its arguments: no rate of dropout is among them.
-        layer = nn.TransformerEncoderLayer(c.d_model, c.heads, c.feed_forward)
-        self.encoder = nn.TransformerEncoder(layer, c.layers, nn.LayerNorm(c.d_model), enable_nested_tensor=False)
-        self.output = nn.Linear(c.d_model, c.vocabulary)
-        state = model.state_dict()
-        self.tokens.load_state_dict({"weight": state["embedding.tokens.weight"]})
-        self.encoder.load_state_dict(
-            {k.removeprefix("decoder."): v for k, v in state.items() if k.startswith("decoder")}
-        )
-        self.output.load_state_dict({k: state[f"output.{k}"] for k in ("weight", "bias")})
-
-    def forward(self, ids: Tensor) -> Tensor:
-        """Log probabilities `[T, B, V]`."""
-        mask = torch.full((len(ids), len(ids)), -math.inf, device=ids.device).triu(1)
-        x = self.dropout(self.tokens(ids) * math.sqrt(self.tokens.embedding_dim) + self.table[: len(ids)])
-        return F.log_softmax(self.output(self.encoder(x, mask=mask)), dim=-1)
-
-    def loss(self, data: Tensor, target: Tensor) -> Tensor:
-        """Mean over all tokens."""
-        return F.nll_loss(self(data).flatten(0, 1), target.flatten())
-
-
 @pytest.mark.parametrize("size", [pytest.param("quick", marks=pytest.mark.cpu), "usual"])
 def bench_training_step_of_the_language_model(race: Race, size: str) -> None:
     config = replace(CONFIG, vocabulary=64 if race.tiny else VOCABULARIES[size])
@@ -84,7 +49,7 @@ def bench_training_step_of_the_language_model(race: Race, size: str) -> None:
     lengths = torch.full((COLUMNS,), BPTT)
     batch = LanguageBatch(ids[:, :-1].flatten(), ids[:, 1:].flatten(), lengths)
     model = LanguageModel(config).to(race.device)
-    competitor = TutorialLanguageModel(model).to(race.device)
+    competitor = TutorialLanguageModel(model, BPTT).to(race.device)
     ours: Callable[[], Tensor] = lambda: language_model_loss(model, batch) / batch.tokens  # noqa: E731
     theirs: Callable[[], Tensor] = lambda: competitor.loss(data, target)  # noqa: E731
 

@@ -66,7 +66,6 @@ def _race(
         work=_work(M * N),
         tolerance=TOLERANCE,
         goals=GOALS,
-        at={"rows": M, "width": N},
     )
 
 

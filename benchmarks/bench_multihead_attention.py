@@ -110,5 +110,4 @@ def bench_multihead_attention(race: Race, shape: str, competitor: str, call: str
         direction=direction,
         work=work(p, direction),
         goal=None if direction == "backward" or race.dtype == torch.float32 else GOALS[call],
-        at=p.at,
     )

@@ -156,7 +156,6 @@ def _race(
         rounds=rounds,
         goal=goal,
         dtype=dtype,
-        at={"padding": padded.share},
     )
 
 

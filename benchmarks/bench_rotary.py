@@ -92,5 +92,4 @@ def bench_rotary(race: Race, case: str, competitor: str, direction: Direction) -
         direction=direction,
         work=work(chosen),
         tolerance=TOLERANCE,
-        at={"tokens": T, "width": H * K},
     )

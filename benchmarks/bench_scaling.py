@@ -45,7 +45,6 @@ def _race(
         pairs.take(np.arange(2)) if race.tiny else pairs,
         rounds=max(ROUNDS[race.device.type], 0 if goal is None else 9),
         goal=goal,
-        at={axis: value},
     )
 
 

@@ -80,7 +80,7 @@ PLAN: dict[str, dict[str, float]] = {
         "generation": _seconds(3, 15.0),  # a thousand words from the whole prefix
         "cached_decoding": _seconds(2, 4.0),  # 512 steps of 0.4 ms, some ten times
         "scaling": _seconds(16, 5.0),
-        "profile": _seconds(2, 7.0),
+        "profile": _seconds(1, 10.0),
         "tuning": 15.0 + TUNING_SECONDS,
     },
     "compiled": {  # 8.8 minutes

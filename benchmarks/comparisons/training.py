@@ -1,7 +1,7 @@
 """Compare one training step of the translation model with competitors: loss, gradients and AdamW."""
 
 import copy
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from functools import partial
 
@@ -60,7 +60,6 @@ def race_training(
     dtype: torch.dtype = torch.float32,
     rounds: int,
     goal: float | None = None,
-    at: Mapping[str, float] | None = None,
 ) -> None:
     """Compare a step on packed pairs with a competitor's on the same pairs, padded; by the target token.
 
@@ -74,7 +73,6 @@ def race_training(
         dtype: fp32, or bf16 by autocast on both sides.
         rounds: to time.
         goal: of the ratio.
-        at: axes of the scaling charts.
     """
     require(competitor, race.device)
     packed = collate(pairs, packed=True).to(race.device)
@@ -118,7 +116,6 @@ def race_training(
         work=step_work(model, packed),
         dtype=dtype,
         graph_below=_GRAPH_BELOW,
-        at={**(at or {}), "padding": share},
     )
 
 

@@ -1,90 +1,76 @@
-"""What people would use instead, by the names of `--competitor`, and whether this machine has it."""
+"""The competitors by the names of `--competitor`, and whether this machine has them."""
 
 import importlib.util
 from collections.abc import Callable
-from dataclasses import dataclass
 
 import pytest
 import torch
 from torch import Tensor
 
-Reason = str | None
+Missing = Callable[[torch.device], str | None]  # why a competitor cannot run on a device, None if it can
 NEEDS_GPU = "needs a CUDA device"
 
 
-@dataclass(frozen=True)
-class Competitor:
-    """One of them. `missing(device)` says what keeps it from running there, None if nothing does."""
-
-    about: str
-    missing: Callable[[torch.device], Reason] = lambda device: None
+def _nothing(device: torch.device) -> str | None:
+    return None
 
 
-def _package(*names: str, gpu: bool = True, hopper: bool = False) -> Callable[[torch.device], Reason]:
-    """All of these modules, a GPU, and one of compute capability 9.0 or higher."""
+def _gpu(device: torch.device) -> str | None:
+    return None if device.type == "cuda" else NEEDS_GPU
 
-    def missing(device: torch.device) -> Reason:
+
+def _packages(*names: str, gpu: bool = True, hopper: bool = False) -> Missing:
+    """Require modules, a GPU, and compute capability 9.0 or higher."""
+
+    def missing(device: torch.device) -> str | None:
         for name in names:
             if importlib.util.find_spec(name) is None:
                 return f"{name} is not installed"
         reason = _gpu(device) if gpu or hopper else None
-        if reason is None and hopper and (found := torch.cuda.get_device_capability(device)) < (9, 0):
-            return f"needs compute capability 9.0, this GPU has {found[0]}.{found[1]}"
+        if reason is None and hopper and (version := torch.cuda.get_device_capability(device)) < (9, 0):
+            return f"needs compute capability 9.0, this GPU has {version[0]}.{version[1]}"
         return reason
 
     return missing
 
 
-def _gpu(device: torch.device) -> Reason:
-    return None if device.type == "cuda" else NEEDS_GPU
-
-
-def _compiler(device: torch.device) -> Reason:
-    # On a CPU, Inductor compiles C++ for minutes, and its code is not what is compared with.
-    return _gpu(device)
-
-
-def _chunked(device: torch.device) -> Reason:
+def _chunked_loss(device: torch.device) -> str | None:
     if not hasattr(torch.nn, "LinearCrossEntropyOptions"):
         return f"torch {torch.__version__} has no chunked linear_cross_entropy"
     return None
 
 
-COMPETITORS = {
-    "eager": Competitor("PyTorch's ops one after another"),
-    "compile": Competitor("torch.compile of the same", _compiler),
-    "tutorial": Competitor("the tutorials' algorithm, written from its description"),
-    "torch.nn": Competitor("torch.nn's module"),
-    "torch.nn-compile": Competitor("torch.compile of torch.nn's module", _compiler),
-    "sdpa": Competitor("scaled_dot_product_attention, whichever backend it takes"),
-    "sdpa-cudnn": Competitor("scaled_dot_product_attention by cuDNN", _gpu),
-    "sdpa-flash": Competitor("scaled_dot_product_attention by FlashAttention"),
-    "sdpa-efficient": Competitor("scaled_dot_product_attention, memory-efficient", _gpu),
-    "sdpa-math": Competitor("scaled_dot_product_attention by plain ops"),
-    "flex": Competitor("flex_attention, compiled, its block mask made beforehand", _compiler),
-    "flex-per-batch": Competitor("flex_attention, compiled, its block mask made for each batch", _compiler),
-    "varlen": Competitor("torch.nn.attention.varlen, unpadding and padding included", _gpu),
-    "liger": Competitor("Liger-Kernel", _package("liger_kernel")),
-    "liger-fp32": Competitor("Liger-Kernel, gradients of weights added up in fp32", _package("liger_kernel")),
-    "liger-cute": Competitor(
-        "Liger-Kernel, what LIGER_KERNEL_IMPL=cutedsl chooses", _package("liger_kernel", "cutlass", hopper=True)
-    ),
-    "liger-cute-sm90": Competitor(
-        "Liger-Kernel's output projection and loss for Hopper", _package("liger_kernel", "cutlass", hopper=True)
-    ),
-    "quack": Competitor("quack, kernels in CuTe (quack-kernels)", _package("quack", hopper=True)),
-    "torch-chunked": Competitor("torch's linear_cross_entropy by chunks, from 2.13 on", _chunked),
-    "flash-attn": Competitor("the flash-attn package", _package("flash_attn")),
-    "xformers": Competitor("xformers", _package("xformers")),
-    "transformers": Competitor("Hugging Face transformers", _package("transformers", gpu=False)),
-    "ctranslate2": Competitor("CTranslate2, from our export", _package("ctranslate2", gpu=False)),
-    "own-lengths": Competitor("our own attention, told of padding by lengths"),
-    "no-graphs": Competitor("our own steps without CUDA graphs", _gpu),
+COMPETITORS: dict[str, Missing] = {
+    "eager": _nothing,  # PyTorch's ops in sequence
+    "compile": _gpu,  # torch.compile of them; on a CPU Inductor compiles C++ for minutes
+    "tutorial": _nothing,  # the tutorials' algorithm, written from its description
+    "torch.nn": _nothing,
+    "torch.nn-compile": _gpu,
+    "sdpa": _nothing,  # scaled_dot_product_attention, whichever backend it takes
+    "sdpa-cudnn": _gpu,
+    "sdpa-flash": _nothing,
+    "sdpa-efficient": _gpu,
+    "sdpa-math": _nothing,
+    "flex": _gpu,  # flex_attention, compiled, its block mask made beforehand
+    "flex-per-batch": _gpu,  # its block mask made for each batch
+    "varlen": _gpu,  # torch.nn.attention.varlen, unpadding and padding included
+    "liger": _packages("liger_kernel"),
+    "liger-fp32": _packages("liger_kernel"),  # gradients of weights added up in fp32
+    "liger-cute": _packages("liger_kernel", "cutlass", hopper=True),  # LIGER_KERNEL_IMPL=cutedsl
+    "liger-cute-sm90": _packages("liger_kernel", "cutlass", hopper=True),  # output projection and loss for Hopper
+    "quack": _packages("quack", hopper=True),  # kernels in CuTe (quack-kernels)
+    "torch-chunked": _chunked_loss,  # torch's linear_cross_entropy by chunks, from 2.13 on
+    "flash-attn": _packages("flash_attn"),
+    "xformers": _packages("xformers"),
+    "transformers": _packages("transformers", gpu=False),
+    "ctranslate2": _packages("ctranslate2", gpu=False),  # from fastformer's export
+    "own-lengths": _nothing,  # fastformer's attention, told of padding by lengths
+    "no-graphs": _gpu,  # fastformer's steps without CUDA graphs
 }
 
 
 def compiled(function: Callable[..., Tensor], keeps: bool = False) -> Callable[..., Tensor]:
-    """torch.compile for one shape; with `keeps`, its backward keeps what was saved, so that it can be timed alone."""
+    """Compile a function for one shape. With `keeps`, backward keeps saved tensors, so that it can be timed alone."""
     import torch._dynamo
     import torch._functorch.config
 
@@ -95,23 +81,20 @@ def compiled(function: Callable[..., Tensor], keeps: bool = False) -> Callable[.
     return done
 
 
-def require(name: str, device: torch.device) -> Competitor:
-    """Take a competitor, or skip the case with what it misses."""
-    chosen = COMPETITORS[name]
-    reason = chosen.missing(device)
+def require(name: str, device: torch.device) -> None:
+    """Skip the case, with the reason, if the machine lacks a competitor."""
+    reason = COMPETITORS[name](device)
     if reason is not None:
         pytest.skip(f"{name}: {reason}")
-    return chosen
 
 
 def chosen(text: str) -> set[str]:
-    """The competitors that `--competitor` names, separated by commas.
+    """Return the competitors that `--competitor` names, separated by commas.
 
     Raises:
         ValueError: one of them is unknown.
     """
     names = {name.strip() for name in text.split(",")}
-    unknown = sorted(names - COMPETITORS.keys())
-    if unknown:
+    if unknown := sorted(names - COMPETITORS.keys()):
         raise ValueError(f"--competitor: unknown competitor {unknown[0]!r}; known: {', '.join(COMPETITORS)}")
     return names

@@ -18,6 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from fastformer.apps.language.model import LanguageModel
 from fastformer.apps.models.embeddings import sinusoidal_positions
 from fastformer.apps.text import Batch
 from fastformer.apps.translation.model import TranslationConfig, TranslationModel
@@ -230,3 +231,52 @@ def _copy_layer(source: Any, layer: _Layer) -> None:
         copy(f"norm{i + 1}.", norm)
     copy("linear1.", layer.linear1)
     copy("linear2.", layer.linear2)
+
+
+class TutorialLanguageModel(nn.Module):
+    """T2, the word-level language model: embedding, positions, nn.Transformer's encoder under a float mask, linear.
+
+    Written from its description; ids are `[T, B]`, time first. Parameters are copied from `model`.
+    """
+
+    table: Tensor
+
+    def __init__(self, model: LanguageModel, positions: int) -> None:
+        super().__init__()
+        c = model.config
+        self.silent = [c.pad_id, c.bos_id]  # T2 lacks them
+        self.tokens = nn.Embedding(c.vocabulary, c.d_model)
+        self.register_buffer("table", sinusoidal_positions(positions, c.d_model)[:, None])
+        self.dropout = nn.Dropout(0.2)
+        # The original subclasses nn.Transformer, and gives it no dropout rate.
+        layer = nn.TransformerEncoderLayer(c.d_model, c.heads, c.feed_forward)
+        norm = None if model.decoder.norm is None else nn.LayerNorm(c.d_model)
+        self.encoder = nn.TransformerEncoder(layer, c.layers, norm, enable_nested_tensor=False)
+        self.output = nn.Linear(c.d_model, c.vocabulary)
+        self.tokens.load_state_dict(model.embedding.tokens.state_dict())
+        self.encoder.load_state_dict(model.decoder.state_dict())
+        self.output.load_state_dict(model.output.state_dict())
+
+    def forward(self, ids: Tensor) -> Tensor:
+        """Return log probabilities `[T, B, V]` of the word after each."""
+        mask = torch.full((len(ids), len(ids)), -math.inf, device=ids.device).triu(1)
+        x = self.dropout(self.tokens(ids) * math.sqrt(self.tokens.embedding_dim) + self.table[: len(ids)])
+        return F.log_softmax(self.output(self.encoder(x, mask=mask)), dim=-1)
+
+    def loss(self, data: Tensor, target: Tensor) -> Tensor:
+        """Return the mean loss over all tokens."""
+        return F.nll_loss(self(data).flatten(0, 1), target.flatten())
+
+    @torch.no_grad()
+    def next_words(self, text: Tensor) -> Tensor:
+        """Return log probabilities `[T, V]` of the word after each of `[T]`, none for pad and bos."""
+        log_p: Tensor = self(text[:, None])[:, 0]
+        log_p[:, self.silent] = -torch.inf
+        return log_p
+
+    def write(self, text: Tensor, steps: range, context: int) -> Tensor:
+        """Return word t for each t of `steps`, from the text `[T]` before it, or from the window of it."""
+        starts = [0]
+        for t in range(1, len(text)):
+            starts.append(t - context // 2 if t - starts[-1] == context else starts[-1])
+        return torch.stack([self.next_words(text[starts[t] : t + 1])[-1].argmax() for t in steps])

@@ -145,11 +145,6 @@ class AttentionCase:
         keys = self.real[:, None, None, :]
         return keys & ~self.look_ahead if self.causal else keys
 
-    @property
-    def at(self) -> dict[str, float]:
-        """Where it lies on the axes of the scaling plots."""
-        return {"length": self.length, "padding": self.share, "head_size": self.head_size}
-
     def random(self) -> Tensor:
         """Random normal, of the output's shape, 0 at padding."""
         shape = self.batch, self.length, self.heads, self.channels_of_values

@@ -1,12 +1,10 @@
 """Sentence lengths of Multi30k en-de, kept as counts of (source, target) token lengths, and batches drawn from them.
 
 What padding costs depends on nothing but lengths, and lengths can be handed on where sentences cannot. The counts are
-joint, because bucketing lives on the two sides of a pair being about as long. Token ids are random.
-
-    python -m benchmarks.harness.lengths --from FOLDER     # counts again from the corpus, 20 s
+joint, because bucketing lives on the two sides of a pair being about as long. Token ids are random. Counted were the
+training pairs under one joint BPE vocabulary of 8,000, special ids left out.
 """
 
-import argparse
 import json
 from pathlib import Path
 from statistics import NormalDist
@@ -21,30 +19,6 @@ HISTOGRAM = Path(__file__).with_name("multi30k_lengths.json")
 VOCABULARY = 8000
 SPECIAL = SpecialIds()
 _LOG_SPREAD = 0.33  # standard deviation of the logarithm of Multi30k's target lengths, eos counted
-
-
-def count(folder: Path) -> dict[str, object]:
-    """Count the lengths of the training pairs, special ids left out, under one joint BPE vocabulary of 8,000.
-
-    Args:
-        folder: with train.en and train.de, plain or .gz.
-    """
-    from fastformer.apps.text import encode_pairs, read_parallel, train_sentencepiece
-
-    source, target = (
-        next(path for path in (folder / f"train.{side}", folder / f"train.{side}.gz") if path.is_file())
-        for side in ("en", "de")
-    )
-    corpus = read_parallel(source, target)
-    tokenizer = train_sentencepiece([*corpus.source, *corpus.target], VOCABULARY, model_type="bpe")
-    pairs = encode_pairs(corpus, tokenizer, tokenizer)
-    lengths, counts = np.unique(np.stack([pairs.source.lengths, pairs.target.lengths], 1), axis=0, return_counts=True)
-    return {
-        "corpus": "Multi30k en-de, training split",
-        "vocabulary": f"joint BPE, {tokenizer.size} pieces",
-        "pairs": len(pairs),
-        "source_target_count": [[*map(int, pair), int(n)] for pair, n in zip(lengths, counts, strict=True)],
-    }
 
 
 def random_pairs(number: int = 29_000, seed: int = 0) -> EncodedPairs:
@@ -154,20 +128,3 @@ def _quantiles(number: int) -> NDArray[np.float64]:
 def _with_longest(others: NDArray[np.float64], longest: int, seed: int) -> Lengths:
     lengths = np.append(np.maximum(np.round(others), 1).astype(np.int64), longest)
     return np.random.default_rng(seed).permutation(lengths)
-
-
-def main() -> None:
-    """Count again and write the numbers beside this file."""
-    parser = argparse.ArgumentParser(description=main.__doc__)
-    parser.add_argument("--from", dest="folder", type=Path, required=True, help="folder with train.en.gz, train.de.gz")
-    histogram = count(parser.parse_args().folder)
-    cells = histogram.pop("source_target_count")
-    assert isinstance(cells, list)
-    head = json.dumps(histogram)[:-1]
-    rows = ",\n".join(json.dumps(cells[i : i + 12])[1:-1] for i in range(0, len(cells), 12))
-    HISTOGRAM.write_text(f'{head}, "source_target_count": [\n{rows}\n]}}\n')
-    print(f"{HISTOGRAM}: {histogram['pairs']} pairs, {len(cells)} cells")
-
-
-if __name__ == "__main__":
-    main()

@@ -15,8 +15,8 @@ class Row(BaseModel):
 
     `theirs` is None where the competitor was not timed, and `status` says why. `ratio`, `wall` and `graph` are the
     competitor's time over fastformer's: by the clock of the device, by the wall clock, and of CUDA graphs. `floor` is
-    the share of the time that the hardware needs at least (`benchmarks.harness.clock`). `at` places the case on the
-    axes of the scaling charts. Pairs are (fastformer, competitor).
+    the share of the time that the hardware needs at least (`benchmarks.harness.clock`). Pairs are (fastformer,
+    competitor).
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -41,7 +41,6 @@ class Row(BaseModel):
     saved_bytes: tuple[int, int] | None = None
     peak_goal: float | None = None  # of fastformer's bytes over the competitor's, at most
     saved_goal: float | None = None
-    at: Mapping[str, int | float] = {}
     notes: Mapping[str, Any] = {}
 
     @property

@@ -70,10 +70,8 @@ def all_tables(results: Sequence[CommittedResult]) -> str:
     for result in results:
         parts += [f"## {result.name}", heading(result), "### Summary", summary_table(result.rows)]
         parts.append(f"![Ratios of {result.name}](../docs/{charts.bars_name(result)})")
-        scaling = charts.scaling_names(result)
         for name, rows in result.by_benchmark().items():
             parts += [f"### {name}", whole_table(rows)]
-            parts += [f"![How the cost of {name} grows](../docs/{scaling[name]})"] if name in scaling else []
     return "\n\n".join(parts) + "\n"
 
 
@@ -205,7 +203,7 @@ def write(results: Sequence[CommittedResult]) -> list[Path]:
     readme.write_text(text.partition(BEGIN)[0] + section(results) + text.partition(END)[2], encoding="utf-8")
     tables_file = ROOT / "benchmarks" / "RESULTS.md"
     tables_file.write_text(all_tables(results), encoding="utf-8")
-    drawn = [path for result in results for path in charts.draw(result, DOCS)]
+    drawn = [charts.draw(result, DOCS) for result in results]
     for path in set(DOCS.glob(f"{charts.PREFIX}*.png")) - set(drawn):
         path.unlink()
     return [readme, tables_file, *drawn]

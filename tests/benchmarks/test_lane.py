@@ -108,7 +108,7 @@ def test_bad_arguments_are_named_before_anything_runs(arguments, commit, message
 @pytest.mark.slow
 def test_the_dry_run_writes_a_profile_without_the_dispatcher(tmp_path):
     pytest.importorskip("triton")
-    assert lane.main(["--dry-run", "--only", "profile", "--out", str(tmp_path)]) == 0
+    assert lane.main(["--dry-run", "--only", "profile", "--minutes", "30", "--out", str(tmp_path)]) == 0
     text = (tmp_path / "profile" / "profile.txt").read_text(encoding="utf-8")
     assert "aten::" in text
     assert "fastformer::" not in text

@@ -197,7 +197,7 @@ def test_liger_has_the_ops_by_the_names_and_arguments_that_are_used(op, given):
 
 @pytest.mark.parametrize("name", ["liger-cute", "liger-cute-sm90", "quack"])
 def test_kernels_for_hopper_are_not_asked_of_an_older_gpu(name, monkeypatch):
-    missing, device = known.COMPETITORS[name].missing, torch.device("cuda")
+    missing, device = known.COMPETITORS[name], torch.device("cuda")
     monkeypatch.setattr(known.importlib.util, "find_spec", lambda module: None)
     assert missing(device).endswith("is not installed")
     monkeypatch.setattr(known.importlib.util, "find_spec", lambda module: module)
@@ -210,7 +210,7 @@ def test_kernels_for_hopper_are_not_asked_of_an_older_gpu(name, monkeypatch):
 
 @pytest.mark.skipif(not hasattr(torch.nn, "LinearCrossEntropyOptions"), reason="this torch has none")
 def test_torchs_chunks_are_raced_on_a_cpu_too():
-    assert known.COMPETITORS["torch-chunked"].missing(CPU) is None
+    assert known.COMPETITORS["torch-chunked"](CPU) is None
 
 
 def test_the_work_of_a_training_step_is_what_torch_counts():

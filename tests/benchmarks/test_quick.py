@@ -14,6 +14,7 @@ from benchmarks import (
     bench_modules,
     bench_packing,
 )
+from benchmarks.competitors import generators, tutorials
 from tests.benchmarks.races import broken, make_race, pytest_benchmarks
 from tests.support.python import ROOT
 
@@ -93,19 +94,20 @@ def breaking(place, name, bench, by=broken):
 
 
 BROKEN = {
-    "marian": breaking(bench_decoding, "marian", lambda race: decode(race, "transformers")),
     "translations": breaking(
-        bench_decoding, "marian", lambda race: decode(race, "transformers"),
-        lambda model, positions: SimpleNamespace(generate=broken),
+        generators, "to_transformers", lambda race: decode(race, "transformers"),
+        lambda model: SimpleNamespace(
+            eval=lambda: SimpleNamespace(generate=broken, generation_config=SimpleNamespace())
+        ),
     ),
     "ctranslate2": break_ctranslate2,
     "tutorial": breaking(bench_decoding.FixedLengthTranslation, "greedy", lambda race: decode(race, "tutorial")),
     "generation": breaking(
-        bench_generation.GrowingPrefix, "forward",
+        tutorials.TutorialLanguageModel, "forward",
         lambda race: bench_generation.bench_generation(race, "quick", 1001, range(10), None, 1),
     ),
     "language": breaking(
-        bench_language.TutorialLanguageModel, "forward",
+        tutorials.TutorialLanguageModel, "forward",
         lambda race: bench_language.bench_training_step_of_the_language_model(race, "quick"),
     ),
     "module": break_module,
@@ -138,7 +140,7 @@ def test_a_model_of_transformers_whose_attention_has_other_gradients_is_not_time
 
 
 def test_an_export_of_ours_that_fails_is_no_result_of_ctranslate2(monkeypatch, race):
-    monkeypatch.setattr(bench_decoding, "export_ctranslate2", broken)
+    monkeypatch.setattr(generators, "export_ctranslate2", broken)
     with pytest.raises(RuntimeError, match="no kernel image"):
         decode(race, "ctranslate2")
     assert race.record.rows == []
@@ -151,8 +153,8 @@ def test_the_less_probable_translation_is_wrong(theirs, whose, monkeypatch, race
     ours = [bench_decoding.Hypothesis([1], score, score) for score in (-10.0, -20.0)]
     if whose == "ours":
         with pytest.raises(pytest.fail.Exception, match="wrong, not timed: best log probability differs"):
-            bench_decoding._gate(race, nn.Identity(), [[1], [2]], ours, [[1], [1]])
+            bench_decoding._compare(race, nn.Identity(), [[1], [2]], ours, [[1], [1]])
         return
-    bench_decoding._gate(race, nn.Identity(), [[1], [2]], ours, [[1], [1]])
+    bench_decoding._compare(race, nn.Identity(), [[1], [2]], ours, [[1], [1]])
     assert (race.fault is None) == (whose is None)
     assert whose is None or race.fault.startswith("wrong: log probability is off by")

@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 from benchmarks import bench_language, recipes
+from benchmarks.competitors.tutorials import TutorialLanguageModel
 from benchmarks.recipes import GOALS, MAX, judged, moses_bleu, read_recipe, summary
 from fastformer.apps.language.model import LanguageConfig, LanguageModel
 from fastformer.apps.language.run import LanguageRun
@@ -132,7 +133,7 @@ def test_the_tutorial_of_the_benchmark_is_the_tutorial():
     model = LanguageModel(config)
     with pytest.warns(UserWarning, match="nested"):
         original = nn.Transformer(c.d_model, c.heads, c.layers, 1, c.feed_forward).encoder
-    twin = bench_language.TutorialLanguageModel(model)
+    twin = TutorialLanguageModel(model, 35)
     for encoder in (model.decoder, twin.encoder):
         assert [name for name, _ in encoder.named_parameters()] == [name for name, _ in original.named_parameters()]
         for layer, expected in zip(encoder.layers, original.layers, strict=True):

@@ -38,7 +38,6 @@ MEASURED = Row(
     bytes_per_second=1.2e12,
     peak_bytes=(300, 400),
     saved_bytes=(0, 0),
-    at={"length": 1024},
     notes={"timer": "CUDA events", "gates": {"output": 1e-3}},
 )
 CEILINGS = {"copy": 4.2e12, "matmul_bfloat16": 7.5e14}
@@ -48,7 +47,7 @@ def changed(row: Row = MEASURED, **values) -> Row:
     return row.model_copy(update=values)
 
 
-SLOW = changed(case="attention, length 2,048 | D64", ratio=0.5, theirs=0.001, at={"length": 2048})
+SLOW = changed(case="attention, length 2,048 | D64", ratio=0.5, theirs=0.001)
 FULL = changed(against="eager", status="out of memory", theirs=None, ratio=None, wall=None, graph=None, peak_bytes=None)
 WRONG = changed(FULL, against="flex", status="wrong: output is off by 3e-01", goal=None)
 
@@ -78,7 +77,6 @@ def test_readme_tables_and_charts_agree_with_the_results():
     assert report.section(results) in (report.ROOT / "README.md").read_text(encoding="utf-8")
     assert (report.ROOT / "benchmarks" / "RESULTS.md").read_text(encoding="utf-8") == report.all_tables(results)
     names = {charts.bars_name(each): each for each in results}
-    names |= {name: each for each in results for name in charts.scaling_names(each).values()}
     found = {path.name: charts.digest_of(path) for path in report.DOCS.glob(f"{charts.PREFIX}*.png")}
     assert found == {name: charts.digest(each) for name, each in names.items()}
 
@@ -227,51 +225,13 @@ def test_the_command_line_refuses_in_one_line_and_keeps_everything(tmp_path, cap
     assert (report.ROOT / "README.md").read_text(encoding="utf-8") == before
 
 
-def test_growth_is_drawn_of_cases_that_differ_in_one_number():
-    rows = [
-        changed(
-            case=f"attention, length {n:,} D64, {direction}",
-            ours=n * 1e-6,
-            theirs=None if n == 4096 else n * 4e-6,
-            status="out of memory" if n == 4096 else "measured",
-            peak_bytes=None,
-            at={"length": n, "padding": n / 1e5},
-        )
-        for direction in ("forward", "backward")
-        for n in (1024, 2048, 4096)
-    ]
-    panels = charts.panels(rows)
-    assert [panel.title for panel in panels] == [f"attention, length … D64, {d}" for d in ("forward", "backward")]
-    assert {panel.axis for panel in panels} == {"length"}
-    lines = {side: [(n, pytest.approx(y)) for n, y in points] for side, points in panels[0].lines.items()}
-    assert lines == {"fastformer": [(1024, 1), (2048, 2), (4096, 4)], "sdpa": [(1024, 4), (2048, 8)]}
-    assert panels[0].out_of_memory == {"sdpa": [4096]}
-    assert charts.panels(rows[:2]) == []
-
-
-@pytest.mark.parametrize(
-    ("case", "axis", "value", "family"),
-    [
-        ("layer norm 8,192 x 1,024", "width", 1024, "layer norm 8,192 x …"),
-        ("6+6 layers, batch 6", "batch", 6, "6+6 layers, batch …"),
-        ("step, 55.0 % padding", "padding", 0.55, "step, … % padding"),
-        ("length 16k, forward", "length", 16384, "length …, forward"),
-        ("greedy search", "beam", 1, None),
-    ],
-)
-def test_the_number_on_the_axis_is_found_in_a_case(case, axis, value, family):
-    assert charts.family(case, axis, value) == family
-
-
-def test_pictures_are_written_with_their_digest(result, tmp_path):
+def test_a_picture_is_written_with_its_digest(result, tmp_path):
     pytest.importorskip("matplotlib")
-    third = changed(SLOW, case="attention, length 4,096 | D64", at={"length": 4096})
-    many = [changed(case=f"case {i}", benchmark="many", at={}) for i in range(charts._BARS)]
-    result = result.model_copy(update={"rows": (*result.rows, third, *many)})
-    assert [len(rows) for rows in charts.bars(result.rows).values()] == [3, charts._BARS]
+    many = [changed(case=f"case {i}", benchmark="many") for i in range(charts._BARS)]
+    result = result.model_copy(update={"rows": (*result.rows, *many)})
+    assert [len(rows) for rows in charts.bars(result.rows).values()] == [2, charts._BARS]
     drawn = charts.draw(result, tmp_path / "docs")
-    assert [path.name for path in drawn] == ["benchmarks-h200.png", "benchmarks-h200-attention-scaling.png"]
-    assert {charts.digest_of(path) for path in drawn} == {charts.digest(result)}
+    assert (drawn.name, charts.digest_of(drawn)) == ("benchmarks-h200.png", charts.digest(result))
     assert charts.digest(result.model_copy(update={"rows": result.rows[1:]})) != charts.digest(result)
 
 

@@ -1,0 +1,113 @@
+"""Generation by transformers and CTranslate2 with the weights of a fastformer model.
+
+All generate a fixed number of tokens, because random weights do not end a text.
+"""
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from fastformer.apps.export import export_ctranslate2
+from fastformer.apps.language.model import LanguageModel
+from fastformer.apps.pretrained import to_transformers
+from fastformer.apps.text import WordTokenizer
+from fastformer.apps.translation.model import TranslationModel
+
+POSITIONS = 256
+NAMES = {
+    TranslationModel: {"transformers": "transformers, Marian generate", "ctranslate2": "CTranslate2"},
+    LanguageModel: {"transformers": "GPT-2 of transformers", "ctranslate2": "CTranslate2"},
+}
+
+Model = TranslationModel | LanguageModel
+Generate = Callable[[], list[list[int]]]
+
+
+def loader_of(
+    competitor: str, model: Model, prompts: Sequence[Sequence[int]], beam: int, tokens: int, folder: Path
+) -> Callable[[], Generate]:
+    """Return a function that loads the competitor, and returns its generation of the tokens after each prompt.
+
+    The conversion of the model, which is fastformer's, is done before; exceptions of the loader are the competitor's.
+
+    Args:
+        competitor: "transformers" or "ctranslate2".
+        model: its weights are used.
+        prompts: source sentences with eos, or the beginnings of texts.
+        beam: 1: greedy search.
+        tokens: to generate.
+        folder: for files.
+    """
+    make = _transformers if competitor == "transformers" else _ctranslate2
+    return make(model, prompts, beam, tokens, folder)
+
+
+def _transformers(
+    model: Model, prompts: Sequence[Sequence[int]], beam: int, tokens: int, folder: Path
+) -> Callable[[], Generate]:
+    c, device = model.config, model.output.weight.device
+    longest = max(map(len, prompts))
+    ids = torch.tensor([[*prompt, *[c.pad_id] * (longest - len(prompt))] for prompt in prompts], device=device)
+    options: dict[str, Any] = {
+        "do_sample": False,
+        "min_new_tokens": tokens,
+        "max_new_tokens": tokens,
+        "pad_token_id": c.pad_id,
+    }
+    options |= {"num_beams": beam, "suppress_tokens": [c.pad_id, c.bos_id]}
+    options |= {"length_penalty": 0.0} if beam > 1 else {}
+    theirs = to_transformers(model).eval()
+    theirs.generation_config.forced_eos_token_id = None
+    start = 1 if isinstance(model, TranslationModel) else longest
+    mask = (ids != c.pad_id).long()
+    return lambda: lambda: theirs.generate(input_ids=ids, attention_mask=mask, **options)[:, start:].tolist()
+
+
+def _ctranslate2(
+    model: Model, prompts: Sequence[Sequence[int]], beam: int, tokens: int, folder: Path
+) -> Callable[[], Generate]:
+    c, size = model.config, model.output.weight.shape[0]
+    words = WordTokenizer.from_lines([f"w{i}" for i in range(size - 4)], splitting="whitespace")
+    options: dict[str, Any] = {
+        "beam_size": beam,
+        "suppress_sequences": [[words.pieces([i])[0]] for i in (c.pad_id, c.bos_id)],
+    }
+    device = model.output.weight.device.type
+    threads = {"inter_threads": 1, "intra_threads": 1}
+    if isinstance(model, TranslationModel):
+        export_ctranslate2(folder / "model", model, [words, words], positions=POSITIONS)
+        pieces = [words.pieces(ids[:-1]) for ids in prompts]  # CTranslate2 adds the eos
+        options |= {"max_decoding_length": tokens, "min_decoding_length": tokens, "length_penalty": 0.0}
+    else:
+        export_ctranslate2(folder / "model", model, [words])
+        pieces = [words.pieces(ids) for ids in prompts]
+        options |= {"max_length": tokens, "min_length": tokens, "sampling_topk": 1, "include_prompt_in_result": False}
+
+    def load() -> Generate:
+        import ctranslate2
+
+        if isinstance(model, TranslationModel):
+            translator = ctranslate2.Translator(str(folder / "model"), device=device, **threads)
+
+            def translate() -> list[list[int]]:
+                results = translator.translate_batch(pieces, **options)
+                return [words.encode(" ".join(result.hypotheses[0])) for result in results]
+
+            return translate
+        generator = ctranslate2.Generator(str(folder / "model"), device=device, **threads)
+        return lambda: [result.sequences_ids[0] for result in generator.generate_batch(pieces, **options)]
+
+    return load
+
+
+@torch.no_grad()
+def vary_output(norm: object) -> None:
+    """Set random signs in the last norm of a model with random weights.
+
+    Otherwise tied embeddings make the model repeat its last token, which dominates the hidden state.
+    """
+    assert isinstance(norm, nn.LayerNorm)
+    norm.weight.copy_(torch.randint(0, 2, norm.weight.shape) * 2 - 1)

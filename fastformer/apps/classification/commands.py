@@ -17,6 +17,7 @@ from fastformer.apps.cli.console import (
     Checkpoint,
     Device,
     app,
+    check_output,
     choose_device,
     console,
     input_batches,
@@ -24,7 +25,6 @@ from fastformer.apps.cli.console import (
 )
 from fastformer.apps.cli.options import USE, whole_number
 from fastformer.apps.cli.training import add_training
-from fastformer.apps.runs.folder import refuse_output
 
 RUN = Path("runs") / APPLICATION.kind
 Folder = Annotated[Path, typer.Option("--run", help=f"run folder, made by `{APPLICATION.command}`")]
@@ -52,8 +52,8 @@ def classify(
 
     Texts are read, labelled and printed by batch: with --batch-size 1, each from a pipe gets its label at once.
     """
+    check_output(output, input, run=run)
     batches = input_batches(texts, input, output, "texts", batch_size)
-    refuse_output(output, input, runs=(run,))
     classifier = load_classifier(run, checkpoint, choose_device(device))
     lines = (line for batch in batches for line in _label_lines(classifier, batch, batch_size, probabilities))
     put_lines(lines, output)

@@ -27,7 +27,7 @@ from fastformer.apps.models.common import (
 from fastformer.apps.models.embeddings import Embedding
 from fastformer.apps.models.initialisation import initialise
 from fastformer.apps.models.settings import ModelSettings
-from fastformer.apps.models.sizes import LARGEST, MOST_LAYERS, describe_model
+from fastformer.apps.models.sizes import LARGEST, MOST_LAYERS
 from fastformer.apps.settings import inherited, setting
 from fastformer.apps.text import LabelledBatch
 from fastformer.nn.layers import TransformerEncoderLayer
@@ -229,9 +229,3 @@ def sequence_classification_loss(
     if batch.labels.dim() != 1:
         raise ValueError(f"labels must be [{len(pooled)}], one a sequence, not {list(batch.labels.shape)}")
     return summed_cross_entropy(model.output, pooled, batch.labels, layout, label_smoothing)
-
-
-def describe(config: ClassifierConfig) -> str:
-    """Describe the parameters and the shape of a classifier of sequences."""
-    more = f"vocabulary {config.vocabulary}, classes {config.classes}"
-    return describe_model(SequenceClassifier, config, config.layers, more)

@@ -25,7 +25,6 @@ from fastformer.apps.classification.corpus import (
 from fastformer.apps.classification.model import (
     ClassifierConfig,
     SequenceClassifier,
-    describe,
     sequence_classification_loss,
 )
 from fastformer.apps.classification.pretrained import ARCHITECTURES
@@ -131,7 +130,6 @@ APPLICATION = Application(
     data=ClassificationDataConfig,
     model=ClassifierConfig,
     network=SequenceClassifier,
-    describe=describe,
     train=ClassificationTrainConfig,
     length="max_length",
     vocabularies=("vocabulary",),

@@ -58,12 +58,11 @@ def input_batches(
     Args:
         texts: the arguments, returned as one list.
         input: the file; without arguments and a file, standard input is read.
-        output: the file to write.
+        output: the file to write, which `check_output` has checked.
         what: a name for the texts in messages.
         batch_size: lines in a batch.
         ahead: batches in a list, if the input is a file.
     """
-    check_output(output)
     check_value("batch_size", batch_size, int, at_least=1)
     if texts and input is not None:
         raise ValueError(f"give {what} or --input, not both")
@@ -95,8 +94,12 @@ def batched(lines: Iterable[str], size: int) -> Iterator[list[str]]:
         yield batch
 
 
-def check_output(output: Path | None) -> None:
-    """Raise ValueError or OSError for an output, None for standard output, that cannot be written."""
+def check_output(output: Path | None, *inputs: Path | None, run: Path) -> None:
+    """Raise ValueError or OSError for an output that cannot be written, or would replace an input or a run's file.
+
+    None is standard output.
+    """
+    refuse_output(output, *inputs, runs=(run,))
     if output is None:
         if sys.__stdout__ is None:  # translate >&-
             raise ValueError("standard output is closed: give --output")

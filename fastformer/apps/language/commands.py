@@ -20,7 +20,6 @@ from fastformer.apps.cli.training import add_training
 from fastformer.apps.language.run import APPLICATION, LanguageRun, evaluate_text, load_generator
 from fastformer.apps.language.sampling import SamplingOptions
 from fastformer.apps.language.text_generator import attend_text
-from fastformer.apps.runs.folder import refuse_output
 from fastformer.apps.text.files import checked_lines, write_texts
 from fastformer.nn import pack_weights
 
@@ -53,8 +52,7 @@ def generate(
     """
     if prompts and prompt_file is not None:
         raise ValueError("give prompts or --prompt-file, not both")
-    check_output(output)
-    refuse_output(output, prompt_file, runs=(run,))
+    check_output(output, prompt_file, run=run)
     options = make_settings(SamplingOptions, sampling)
     lines = iter(prompts or [""]) if prompt_file is None else checked_lines(prompt_file)
     generator = load_generator(run, checkpoint, choose_device(device))

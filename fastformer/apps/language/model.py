@@ -24,7 +24,7 @@ from fastformer.apps.models.common import (
 from fastformer.apps.models.embeddings import Embedding
 from fastformer.apps.models.initialisation import initialise
 from fastformer.apps.models.settings import ModelSettings
-from fastformer.apps.models.sizes import LARGEST, MOST_LAYERS, describe_model
+from fastformer.apps.models.sizes import LARGEST, MOST_LAYERS
 from fastformer.apps.settings import inherited, setting
 from fastformer.apps.text import LanguageBatch
 from fastformer.nn.layers import TransformerEncoderLayer
@@ -140,9 +140,3 @@ def language_model_loss(
     if counted is not None:
         hidden, target = hidden[counted], target[counted]
     return summed_cross_entropy(model.output, hidden, target, layout, label_smoothing)
-
-
-def describe(config: LanguageConfig) -> str:
-    """Describe the parameters and the shape of a model."""
-    more = f"vocabulary {config.vocabulary}, embeddings {config.embeddings}"
-    return describe_model(LanguageModel, config, config.layers, more)

@@ -15,7 +15,7 @@ import torch
 from numpy.typing import NDArray
 
 from fastformer.apps.language.evaluation import HeldOutText, Perplexity, encode_corpus, perplexity
-from fastformer.apps.language.model import LanguageConfig, LanguageModel, describe, language_model_loss
+from fastformer.apps.language.model import LanguageConfig, LanguageModel, language_model_loss
 from fastformer.apps.language.pretrained import ARCHITECTURES
 from fastformer.apps.language.text_generator import TextGenerator
 from fastformer.apps.runs.application import Application
@@ -167,7 +167,6 @@ APPLICATION = Application(
     data=LanguageDataConfig,
     model=LanguageConfig,
     network=LanguageModel,
-    describe=describe,
     train=LanguageTrainConfig,
     length="context",
     vocabularies=("vocabulary",),

@@ -16,14 +16,20 @@ LARGEST = 2**31 - 1  # of one size: kernels use int32
 MOST_LAYERS = 10_000  # of one stack; a layer of any width takes a millisecond and tens of kilobytes to construct
 
 
-def describe_model(network: Callable[[Any], nn.Module], config: Any, layers: int | str, more: str) -> str:
-    """Describe a model by its distinct parameters, their bytes, and its settings; `more` comes last."""
+_SHAPE = (  # settings that describe a model, in order
+    *("encoder_layers", "decoder_layers", "layers", "d_model", "heads", "feed_forward"),
+    *("source_vocabulary", "target_vocabulary", "vocabulary", "classes", "embeddings"),
+)
+
+
+def describe_model(network: Callable[[Any], nn.Module], config: Any) -> str:
+    """Describe a model by its distinct parameters, their bytes, and the settings of its shape."""
     with torch.device("meta"):
         parameters = list(network(config).parameters())
     count = sum(p.numel() for p in parameters)
     size = sum(p.numel() * p.element_size() for p in parameters)
-    widths = f"d_model {config.d_model}, heads {config.heads}, feed_forward {config.feed_forward}"
-    return f"{count:,} parameters, {size / 2**20:.1f} MiB: {layers} layers, {widths}, {more}"
+    shape = ", ".join(f"{name} {getattr(config, name)}" for name in _SHAPE if hasattr(config, name))
+    return f"{count:,} parameters, {size / 2**20:.1f} MiB: {shape}"
 
 
 def check_memory(settings: Any) -> None:

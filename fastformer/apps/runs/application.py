@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from fastformer.apps.models.sizes import check_memory
+from fastformer.apps.models.sizes import check_memory, describe_model
 from fastformer.apps.runs.folder import BY_HAND, CONFIG, VERSION, RunConfig, read_kind, stated
 from fastformer.apps.runs.kinds import application_for, application_of
 from fastformer.apps.runs.toml import load_toml, save_toml
@@ -51,7 +51,6 @@ class Application:
         use, command: the commands that use and train such a run.
         data, model, train: classes of the settings; `train` is `TrainConfig`, or a subclass with other defaults.
         network: class of the model, constructed from `model`.
-        describe: returns a model's shape in words.
         length: name of the setting of `data` that limits the length of sequences.
         vocabularies: names of the settings of `model` that are the sizes of the tokenizers.
         tokenizers: folders of the tokenizers within the run folder.
@@ -70,7 +69,6 @@ class Application:
     data: type
     model: type
     network: type[nn.Module]
-    describe: Callable[[Any], str]
     train: type[TrainConfig]
     length: str
     vocabularies: tuple[str, ...]
@@ -103,6 +101,10 @@ class Application:
                 "it, or raise max_positions"
             )
         return config
+
+    def describe(self, config: Any) -> str:
+        """Describe a model's size and shape in words."""
+        return describe_model(self.network, config)
 
     def planned(self, model: Mapping[str, Any], data: Any) -> Any:
         """Return the expected configuration of a model before its tokenizers exist; see `model_config`."""

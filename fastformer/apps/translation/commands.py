@@ -22,7 +22,6 @@ from fastformer.apps.cli.console import (
 )
 from fastformer.apps.cli.options import START, USE, make_settings, whole_number, with_settings
 from fastformer.apps.cli.training import add_training
-from fastformer.apps.runs.folder import refuse_output
 from fastformer.apps.text import read_lines, read_parallel
 from fastformer.apps.text.scores import PairedScore, check_bleu_tokenizer, compare_translations
 from fastformer.apps.translation.run import (
@@ -80,8 +79,8 @@ def translate(
 
     Sentences from a pipe are translated and printed by batch: with --batch-size 1, each gets its answer at once.
     """
+    check_output(output, input, run=run)
     batches = input_batches(sentences, input, output, "sentences", batch_size, _READ_AHEAD)
-    refuse_output(output, input, runs=(run,))
     options = make_settings(SearchOptions, search)
     translator = load_translator(run, checkpoint, choose_device(device))
     pack_weights(translator.model)
@@ -104,16 +103,12 @@ def score(
 
     It has the natural logarithm of the probability, the number of target tokens with eos, and the perplexity per token.
     """
-    check_output(output)
-    refuse_output(output, source, target, runs=(run,))
-    sides = [[line.strip() for line in read_lines(path)] for path in (source, target)]
-    for path, lines in zip((source, target), sides, strict=True):
-        if "" in lines:
-            raise ValueError(f"{path}:{lines.index('') + 1}: an empty line cannot be scored; leave the pair out")
-    if len(sides[0]) != len(sides[1]):
-        raise ValueError(f"{source} has {len(sides[0]):,} lines but {target} has {len(sides[1]):,}; they must be pairs")
+    check_output(output, source, target, run=run)
+    sources, targets = ([line.strip() for line in read_lines(path)] for path in (source, target))
+    if len(sources) != len(targets):
+        raise ValueError(f"{source} has {len(sources):,} lines but {target} has {len(targets):,}; they must be pairs")
     translator = load_translator(run, checkpoint, choose_device(device))
-    scores = translator.score_each(sides[0], sides[1], batch_size)
+    scores = translator.score_each(sources, targets, batch_size)
     put_lines((f"{log_p:.4f}\t{n}\t{math.exp(min(-log_p / n, 700.0)):.4f}" for log_p, n in scores), output)
 
 
@@ -132,13 +127,11 @@ def evaluate_run(
 ) -> None:
     """Print BLEU, chrF and TER on the run's test or validation pairs, or on a source file and its references."""
     source = texts if isinstance(texts, Path) else None
-    if output is not None:
-        check_output(output)
     options = make_settings(SearchOptions, search)
     data = DataConfig(**APPLICATION.read_config(run)["data"])
     tokenizer = bleu_tokenizer or data.tokenizer_for_bleu
     check_bleu_tokenizer(tokenizer)
-    refuse_output(output, source, *(target or ()), *data.files(), runs=(run,))
+    check_output(output, source, *(target or ()), *data.files(), run=run)
     if (source is None) != (not target):
         raise ValueError("--source and --target must be given together")
     corpus = read_parallel(source, target[0]) if source and target else read_corpora(data)[texts]

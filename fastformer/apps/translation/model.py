@@ -26,7 +26,7 @@ from fastformer.apps.models.common import (
 from fastformer.apps.models.embeddings import Embedding
 from fastformer.apps.models.initialisation import initialise
 from fastformer.apps.models.settings import ModelSettings
-from fastformer.apps.models.sizes import LARGEST, MOST_LAYERS, describe_model
+from fastformer.apps.models.sizes import LARGEST, MOST_LAYERS
 from fastformer.apps.settings import inherited, setting
 from fastformer.apps.text import Batch
 from fastformer.nn.layers import TransformerDecoderLayer, TransformerEncoderLayer
@@ -208,9 +208,3 @@ def translation_loss(model: TranslationModel, batch: Batch, label_smoothing: flo
     source, target = layouts_of(batch, "source_lengths", "target_lengths")
     hidden = model(batch.source, source, batch.target_in, target)
     return summed_cross_entropy(model.output, hidden, batch.target_out, target, label_smoothing)
-
-
-def describe(config: TranslationConfig) -> str:
-    """Describe the parameters and the shape of a model."""
-    more = f"vocabularies {config.source_vocabulary} and {config.target_vocabulary}, embeddings {config.embeddings}"
-    return describe_model(TranslationModel, config, f"{config.encoder_layers}+{config.decoder_layers}", more)

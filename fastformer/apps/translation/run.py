@@ -39,7 +39,7 @@ from fastformer.apps.text.scores import (
 )
 from fastformer.apps.text.vocabulary import learn_tokenizer, split_symbols
 from fastformer.apps.train import TrainConfig, Validation
-from fastformer.apps.translation.model import TranslationConfig, TranslationModel, describe, translation_loss
+from fastformer.apps.translation.model import TranslationConfig, TranslationModel, translation_loss
 from fastformer.apps.translation.pretrained import ARCHITECTURES, read_pretrained
 from fastformer.apps.translation.search import SearchOptions
 from fastformer.apps.translation.translator import Translator
@@ -199,7 +199,6 @@ APPLICATION = Application(
     data=DataConfig,
     model=TranslationConfig,
     network=TranslationModel,
-    describe=describe,
     train=TrainConfig,
     length="max_length",
     vocabularies=("source_vocabulary", "target_vocabulary"),

@@ -60,8 +60,8 @@ def test_given_translations_are_scored(run: Path, tmp_path: Path) -> None:
     ("source", "target", "message"),
     [
         ("nine\none", "neuf", "s has 2 lines but t has 1; they must be pairs"),
-        ("nine\n\n", "neuf\nun\n", "s:2: an empty line cannot be scored; leave the pair out"),
-        ("nine\none\n", "neuf\n  \n", "t:2: an empty line cannot be scored; leave the pair out"),
+        ("nine\n\n", "neuf\nun\n", "source 2 has 0 tokens; scored sentences must have 1 to 255"),
+        ("nine\none\n", "neuf\n  \n", "target 2 has 0 tokens; scored sentences must have 1 to 255"),
         ("nine\n" + "one " * 300, "neuf\nun", "source 2 has 300 tokens; scored sentences must have 1 to 255"),
         ("", "neuf", "s: the file is empty"),
     ],

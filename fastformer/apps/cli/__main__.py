@@ -1,5 +1,0 @@
-"""`python -m fastformer.apps.cli`."""
-
-from fastformer.apps.cli import main
-
-main()

@@ -43,7 +43,7 @@ kernel-hub:  ## the library in the layout of Hugging Face's kernels package, loa
 faults:  ## break the kernels, a fault at a time: each must be caught by the test that it names
 	nice $(PYTHON) -m tests.kernels.mutations --jobs $(JOBS)
 
-core-faults:  ## the same of packing, the references of the ops, and nn
+core-faults:  ## the same of packing, the references of the ops, nn and checkpoints
 	nice $(PYTHON) -m tests.core_faults --jobs $(JOBS)
 
 codegen:  ## compile every launch configuration anew, whatever is recorded, and hold it to the budget

@@ -1,4 +1,4 @@
-r"""Deliberate faults in packing, functional and nn, each of which a test must catch.
+r"""Deliberate faults in packing, functional, nn and checkpoints, each of which a test must catch.
 
     python -m tests.core_faults                          # all, `make core-faults`
     python -m tests.core_faults --jobs 2 --only packing  # those with a word in their file or fragment
@@ -23,6 +23,12 @@ ORDER = "nn/cache/test_steps.py::test_any_order_of_operations"
 CHANGED = "nn/cache/test_fast_path.py::test_a_modified_layer_between_two_steps"
 LATER = "nn/options/test_options_set_later.py::"
 ATTENTION = "nn/test_multihead_attention.py::"
+CHECKPOINTS = "apps/train/test_train_checkpoints.py::"
+ON_DISK = CHECKPOINTS + "test_every_file_is_on_the_disk_before_a_name_points_to_it"
+KILLED = CHECKPOINTS + "test_kill_9_at_any_point_of_a_save_leaves_a_checkpoint_that_loads"
+OTHERS = CHECKPOINTS + "test_another_architecture_is_named_by_its_first_differing_setting"
+FOREIGN = "apps/train/test_foreign_checkpoints.py::"
+RESUMED = "apps/train/test_train_resume.py::test_a_run_interrupted_anywhere_and_resumed_equals_the_uninterrupted_one"
 
 # fmt: off
 ROWS: dict[str, list[tuple[str, str, str]]] = {
@@ -211,10 +217,46 @@ ROWS: dict[str, list[tuple[str, str, str]]] = {
          "nn/test_conversion.py::"
          "test_revert_leaves_a_module_whose_forward_was_replaced_in_the_instance"),
     ],
+    "apps/train/checkpoint": [
+        ("    for path in files:\n        synchronise(path)\n", "", ON_DISK),
+        ("\n    synchronise(folder)\n", "\n", ON_DISK),
+        ("                inside(path, name)", "                pass",
+         "apps/runs/test_folders.py::test_names_of_files_in_a_checkpoint_resolve_inside_it"),
+        ("if file_facts(path) != saved:", "if False:",
+         CHECKPOINTS + "test_a_damaged_file_is_named_with_the_previous_good_checkpoint"),
+        ("x.to(torch.promote_types(x.dtype, torch.float64))", "x",
+         CHECKPOINTS + "test_average_is_the_mean_in_double_precision_and_keeps_dtypes"),
+        ("        check_tensors_fit(tensors, expected, self.path)\n", "",
+         FOREIGN + "test_tensors_of_another_optimizer_are_refused_before_torch_gets_them"),
+        ("        self.check_architecture(config)\n        self.check(WEIGHTS)", "        self.check(WEIGHTS)", OTHERS),
+    ],
+    "apps/train/checkpoint_folder": [
+        ("            synchronise(self.folder)\n            marked", "            marked", ON_DISK),
+        ("numbered[-self.keep :]", "numbered", CHECKPOINTS + "test_the_last_k_and_the_best_are_kept"),
+        ('if hidden.startswith(".swap-") and not original.exists():', "if False:", KILLED),
+        ('target.rename(self.folder / f".swap-{name}")', "shutil.rmtree(target)", KILLED),
+    ],
+    "apps/train/weights": [
+        ("        if not same_kind(dtype, tensor.dtype):", "        if False:",
+         FOREIGN + "test_weights_of_a_foreign_dtype_are_refused_by_name"),
+        ("        if shape != tensor.shape:", "        if False:", OTHERS),
+    ],
+    "apps/train/run_state": [
+        ('            self.sums.load_state_dict(state["sums"])\n', "", RESUMED),
+        ('            self.schedule.load_state_dict(state["schedule"])\n', "", RESUMED),
+        ('self.update.load_state_dict(optimizer, state["scaler"])', "pass", RESUMED),
+        ("        self.at, self.metrics = at,", "        self.metrics =", RESUMED),
+    ],
+    "apps/train/randomness": [
+        ('    torch.set_rng_state(_from_hex(state["torch"]))', "    pass", RESUMED),
+    ],
+    "apps/system/files": [
+        ("            os.fsync(file.fileno())", "            pass", ON_DISK),
+    ],
 }
 # fmt: on
 FAULTS = [
-    Fault(f"{file}: {old}"[:64], f"fastformer/{file}.py", old, new, f"tests/{test}", failure=".")
+    Fault(f"{file}: {' '.join(old.split())}"[:64], f"fastformer/{file}.py", old, new, f"tests/{test}", failure=".")
     for file, rows in ROWS.items()
     for old, new, test in rows
 ]

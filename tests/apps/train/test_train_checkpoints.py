@@ -180,7 +180,7 @@ def test_another_architecture_is_named_by_its_first_differing_setting(tmp_path):
 
 def test_average_is_the_mean_in_double_precision_and_keeps_dtypes(tmp_path):
     checkpoints = CheckpointFolder(tmp_path)
-    values = [torch.tensor([1.0, 1e8, 3.0]), torch.tensor([2.0, -1e8, 3.0]), torch.tensor([6.0, 1.0, 3.0])]
+    values = [torch.tensor([1.0, 1e8, 3.0]), torch.tensor([2.0, 1.0, 3.0]), torch.tensor([6.0, -1e8, 3.0])]
     paths = [
         checkpoints.save(step, {"w": value, "tied": value, "n": torch.tensor(step), "h": value[:1].half()}, {})
         for step, value in enumerate(values)
@@ -197,6 +197,36 @@ def test_average_is_the_mean_in_double_precision_and_keeps_dtypes(tmp_path):
         average_checkpoints([paths[1], tmp_path / "step-9"])
     with pytest.raises(ValueError, match="paths is empty"):
         average_checkpoints([])
+
+
+def test_every_file_is_on_the_disk_before_a_name_points_to_it(tmp_path, monkeypatch):
+    """For a machine that loses power: a file is flushed before it, or its folder, is renamed, and the rename after."""
+    CheckpointFolder(tmp_path).save(1, {"w": torch.ones(2)}, {"optimizer": {}})
+    flushed, renamed, folder = set(), [], tmp_path.stat().st_ino
+    fsync, replace, rename = os.fsync, os.replace, os.rename
+
+    def flush(descriptor):
+        flushed.add(os.fstat(descriptor).st_ino)
+        fsync(descriptor)
+
+    def moving(move):
+        def call(source, target, **more):
+            inside = [*Path(source).iterdir()] if Path(source).is_dir() else []
+            missing = [path.name for path in (Path(source), *inside) if path.stat().st_ino not in flushed]
+            assert ".old-" in str(target) or not missing, f"{source} is renamed before {missing} are on the disk"
+            assert Path(target).name != "index.json" or folder in flushed, "the index names what may be lost"
+            flushed.discard(folder)
+            renamed.append(Path(target).name)
+            return move(source, target, **more)
+
+        return call
+
+    monkeypatch.setattr(os, "fsync", flush)
+    monkeypatch.setattr(os, "replace", moving(replace))
+    monkeypatch.setattr(os, "rename", moving(rename))
+    CheckpointFolder(tmp_path).save(2, {"w": torch.ones(2)}, {"optimizer": {}})
+    assert renamed == ["meta.json", "step-2", "index.json"]
+    assert folder in flushed
 
 
 FULL_DISK = """

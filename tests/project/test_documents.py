@@ -285,3 +285,17 @@ def test_the_readme_is_short() -> None:
     """150 lines with the table of one machine, which `benchmarks.report` writes; tables of others may come."""
     before, _, rest = (ROOT / "README.md").read_text(encoding="utf-8").partition(BEGIN)
     assert len((before + rest.partition(END)[2]).splitlines()) <= 120
+
+
+def test_every_promise_names_tests_that_exist() -> None:
+    """A name without a folder is of the folder that its cell names; every row of the table names a test."""
+    rows = re.findall(
+        r"^\| (?!\*\*|promise|what|---)([^|]*) \| ([^|]*) \|", (ROOT / "docs/promises.md").read_text(), re.M
+    )
+    assert [row[0].partition(".")[0] for row in rows[:13]] == [str(number) for number in range(1, 14)]
+    for promise, cell in rows:
+        names = re.findall(r"`([\w/]+(?:\.py)?)`", cell)
+        folders = [ROOT, *(ROOT / name for name in names if (ROOT / name).is_dir())]
+        files = [name for name in names if name.endswith(".py")]
+        assert len(names) > 0, promise
+        assert all(any((folder / name).is_file() for folder in folders) for name in files), (promise, files)

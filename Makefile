@@ -60,8 +60,9 @@ codegen-part:  ## compile all of sm_90 anew, and what has changed of the others,
 	$(PYTHON) -m benchmarks.codegen --arch 86 120 --only "attention/forward" --jobs $(JOBS) | tail -n 60
 
 # 2,037 tests for sm_90 in 29 minutes of a core, those of sm_80 in as many, where Triton has compiled nothing before.
-compiled:  ## every test of kernels on compiled code, for sm_80 and for sm_90, executed on the CPU
+compiled:  ## every test of kernels on compiled code, for sm_80, sm_89 and sm_90, executed on the CPU
 	nice $(PYTHON) -m pytest -n $(JOBS) --dist worksteal --compiled sm_80
+	nice $(PYTHON) -m pytest -n $(JOBS) --dist worksteal --compiled sm_89
 	nice $(PYTHON) -m pytest -n $(JOBS) --dist worksteal --compiled sm_90
 
 # The detectors on our kernels, a training step, a translation, and the first case of each op's values and gradients.

@@ -39,7 +39,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--quick", action="store_true", help="of each test its first case only, and no slow test")
     parser.addoption(
         "--compiled",
-        choices=["sm_80", "sm_90"],
+        choices=["sm_80", "sm_89", "sm_90"],
         help="only tests of kernels, with what Triton compiles for that GPU, executed on the CPU and checked",
     )
 

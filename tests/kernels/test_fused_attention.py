@@ -14,6 +14,7 @@ from fastformer.backend import BackendError
 from fastformer.functional import attention, attention_with_weights, packed_attention
 from fastformer.functional.attention import fused as fused_attention
 from fastformer.packing import Layout
+from fastformer_kernels.attention.arguments import Arguments
 from tests.kernels.attention_cases import (
     DTYPES,
     RULES,
@@ -90,6 +91,13 @@ def test_lengths_beyond_the_tensor_are_cut():
     bounds = torch.ops.fastformer.attention_bounds(lengths, lengths, None, 3, 5, 7, False, False, lengths)
     assert bounds[:, 1].tolist() == [0, 5, 3]
     assert bounds[:, 4].tolist() == [0, 7, 3]
+    q, k, v = (torch.randn(3, 2, n, 16, device=DEVICE) for n in (1, 7, 7))
+    arguments = {"queries": 1, "keys": 7, "scale": 0.25}
+    decoded = [
+        torch.ops.fastformer.attention_decode(q, k, v, *Arguments(**arguments, bounds=x))
+        for x in (lengths, lengths.clamp(0, 7))
+    ]
+    assert torch.equal(*decoded)
 
 
 @pytest.mark.parametrize("name", ["int32 lengths, causal", "gaps", "everything"])
@@ -287,11 +295,26 @@ def test_what_the_kernels_cannot_take():
 
 DECODING = {
     "one query": ((2, 4, 1, 139), {}),
-    "three queries, the last at the end": ((2, 2, 3, 70), {"causal": True, "alignment": "bottom_right"}),
+    "three queries, the last at the end": ((2, 2, 3, 139), {"causal": True, "alignment": "bottom_right"}),
     "lengths, one of them 0": ((3, 4, 1, 139), {"key_lengths": torch.tensor([139, 0, 5])}),
     "gaps and a window": ((2, 4, 1, 139), {"key_mask": torch.rand(2, 139) < 0.5, "window": (70, None)}),
     "padded queries": ((2, 4, 2, 70), {"query_lengths": torch.tensor([2, 1]), "softcap": 2.0}),
 }
+
+
+@pytest.mark.parametrize(("keys", "kernels"), [(190, 1), (1000, 2)])
+def test_decoding_is_one_kernel_where_one_program_takes_all_keys_of_a_head(keys, kernels, monkeypatch):
+    """Without a second one that combines shares, nor one that turns lengths into bounds."""
+    from fastformer_kernels.attention import decode, problem
+
+    launched = []
+    for module in (decode, problem):
+        launch = module.launch
+        monkeypatch.setattr(module, "launch", lambda *x, launch=launch, **y: launched.append(x[0]) or launch(*x, **y))
+    q, k, v = (x.to(DEVICE, torch.float16) for x in heads(2, 4, 1, keys, 32))
+    with torch.no_grad():
+        fused(attention, q, k, v, key_lengths=torch.tensor([keys, 3], device=DEVICE))
+    assert len(launched) == kernels
 
 
 @pytest.mark.parametrize("kv_heads", [1, 2])

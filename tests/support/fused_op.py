@@ -36,7 +36,7 @@ needs_kernels = pytest.mark.skipif(
 INTERPRETED = DEVICE == "cpu" and os.environ.get("TRITON_INTERPRET") == "1"
 needs_compiled = pytest.mark.skipif(
     not (choice._INTERPRETED and DEVICE == "cpu" and not INTERPRETED),
-    reason="needs --compiled sm_80 or sm_90",
+    reason="needs --compiled sm_80, sm_89 or sm_90",
 )
 if choice._TRITON and INTERPRETED:
     replace_once_a_launch()

@@ -99,6 +99,9 @@ def smaller_case(name: str, K: int, dtype: torch.dtype, V: int | None = None) ->
                 return attention_weights.weights(q, k, lse, *arguments)
             case "mask gradient":
                 return attention_mask_gradient.mask_gradient(v, q, k, v, lse, meta(B, H, T), None, *arguments)
+        if name == "decode few":  # keys: one program takes all of them
+            arguments = Arguments(queries=1, keys=128, scale=0.125, bounds=meta(B, dtype=torch.int64))
+            return attention_decode.decode(*(x[:, :, :n] for x, n in ((q, 1), (k, 128), (v, 128))), *arguments)
         arguments = heavy(T)._replace(queries=1, mask=None, seed=None, dropout_p=0.0)
         return attention_decode.decode(q[:, :, :1], k, v, *arguments)
 
@@ -128,7 +131,7 @@ def cases_of(
         for K, lengths in backward.items():
             for T in lengths if options is light else lengths[-1:]:
                 yield f"backward K {K} T {T} {kind} {options.__name__}", backward_case(T, K, dtype, options)
-    for name in ("delta", "weights", "mask gradient", "decode"):
+    for name in ("delta", "weights", "mask gradient", "decode", "decode few"):
         for K in (64, *(each for each in forward if each > 64)):
             yield f"{name} K {K} {kind}", smaller_case(name, K, dtype)
 
@@ -168,7 +171,7 @@ def cases() -> Iterator[tuple[str, Callable[[], object]]]:
         for options in (light, dropped, heavy):
             yield f"forward {sizes} {options.__name__}", forward_case(1024, K, torch.bfloat16, options, V)
             yield f"backward {sizes} {options.__name__}", backward_case(1024, K, torch.bfloat16, options, V=V)
-        for name in ("mask gradient", "decode"):
+        for name in ("mask gradient", "decode", "decode few"):
             yield f"{name} {sizes}", smaller_case(name, K, torch.bfloat16, V)
     for kind, case in (("float32", lambda each: each), ("tf32", in_tf32)):
         yield f"forward K 64 V 128 {kind}", case(forward_case(1024, 64, torch.float32, light, 128))

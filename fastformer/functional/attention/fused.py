@@ -212,8 +212,9 @@ def _apply(
     sizes: tuple[int, int, int],
     wants_weights: bool,
     formula: Formula | None,
+    decoding: bool = False,
 ) -> tuple[Tensor, Tensor | None]:
-    """Run the Function; sizes: (queries, keys, shift of the diagonal without bounds)."""
+    """Run the Function, or the kernel of decoding; sizes: (queries, keys, shift of the diagonal without bounds)."""
     q, k, v = to_autocast(q, k, v)  # type: ignore[assignment]
     # `check_attention` has put causality into the window, if there is one.
     sides = rules.window or (None, 0 if rules.causal else None)
@@ -227,7 +228,7 @@ def _apply(
     arguments = Arguments(
         queries, keys, scale, shift, left, right, softcap, dropout_p, bounds, key_mask, seed, mask, distance_bias, sinks
     )
-    if mask is None and seed is None and not wants_weights and decodes(q, k, v, distance_bias, sinks):
+    if decoding:
         return _decode(q, k, v, *arguments), None
     fast = process.nondeterminism and not torch.are_deterministic_algorithms_enabled()
     numbers, tensors = arguments[:NUMBERS], arguments[NUMBERS:]
@@ -259,11 +260,15 @@ def attention(
     (B, _, T, _), S = q.shape, k.shape[2]
     bottom_right = rules.alignment == "bottom_right"
     mask, key_mask = _split_mask(rules.mask, rules.key_mask, B, S)
+    decoding = mask is None and rules.dropout_p == 0.0 and not wants_weights
+    decoding = decoding and decodes(q, k, v, rules.distance_bias, rules.sinks)
     bounds = None
-    if key_mask is not None or rules.query_lengths is not None or rules.key_lengths is not None:
+    if decoding and key_mask is None and rules.query_lengths is None and not bottom_right:
+        bounds = rules.key_lengths  # saves a kernel a layer and token
+    elif key_mask is not None or rules.query_lengths is not None or rules.key_lengths is not None:
         bounds = _bounds(rules.query_lengths, rules.key_lengths, key_mask, B, T, S, False, bottom_right, q)
     sizes = T, S, S - T if bottom_right else 0
-    return _apply(q, k, v, rules, bounds, key_mask, mask, sizes, wants_weights, formula)
+    return _apply(q, k, v, rules, bounds, key_mask, mask, sizes, wants_weights, formula, decoding)
 
 
 def packed_attention(

@@ -20,7 +20,7 @@ class Arguments(NamedTuple):
     right: int = -1  # likewise; 0 = causal
     softcap: float = 0.0  # 0 = none
     dropout_p: float = 0.0
-    bounds: Tensor | None = None  # int32 [B, 8] of `problem.bounds`
+    bounds: Tensor | None = None  # int32 [B, 8] of `problem.bounds`; in decoding also lengths of keys
     key_mask: Tensor | None = None  # bool [B, S]; required if the bounds state gaps
     seed: Tensor | None = None  # int64 [1]; None: no dropout
     mask: Tensor | None = None  # bool or additive, broadcastable to [B, H, T, S]

@@ -1,7 +1,8 @@
 """Attention of a few queries to many keys, as in decoding with a cache: the keys are split over programs.
 
-One program a (sequence, key head) would leave a GPU empty at small batches. So each takes a share of the keys and
+One program a (sequence, key head) would leave a GPU empty at small batches. Then each takes a share of the keys and
 writes its unnormalised sum, maximum and weight; a second kernel combines the shares (Flash-Decoding, Dao et al. 2023).
+With one share the first kernel writes the output.
 All query heads that share a key head, and all T queries, are rows of one tile, so that keys and values are read once.
 Inference only; no mask other than bounds, key mask, causality, window and a bias by distance; no dropout.
 """
@@ -9,6 +10,7 @@ Inference only; no mask other than bounds, key mask, causality, window and a bia
 from typing import Any
 
 import torch
+import triton
 import triton.language as tl
 from torch import Tensor
 
@@ -28,20 +30,33 @@ from fastformer_kernels.attention.scores import (
 from fastformer_kernels.host.launch import device_of, guard, launch, noted, power_of_two
 
 
+@triton.jit
+def _weights_of_rows(total, peak, real, sinks_ptr, h):
+    """Return which rows have seen something, and the sum of their weights, with the sinks; 1 for the others."""
+    alive = (total != 0.0) & real
+    if sinks_ptr is not None:
+        total += sink(peak, sinks_ptr, h)
+    return alive, tl.where(alive, total, 1.0)
+
+
 @attends
 def _attention_split(
-    q_ptr, k_ptr, v_ptr, part_ptr, peak_ptr, total_ptr, bounds_ptr, key_mask_ptr, bias_ptr,
+    q_ptr, k_ptr, v_ptr, out_ptr, part_ptr, peak_ptr, total_ptr, sinks_ptr, lengths_ptr, bounds_ptr,
+    key_mask_ptr, bias_ptr,
     stride_q_b, stride_q_h, stride_q_t, stride_k_b, stride_k_h, stride_k_s, stride_v_b, stride_v_h, stride_v_s,
-    stride_key_mask_b, stride_bias_h, T, S, splits, shift, left, right, scale, softcap,
+    stride_out_b, stride_out_h, stride_out_t, stride_key_mask_b, stride_bias_h,
+    T, S, splits, shift, left, right, scale, softcap,
     H: tl.constexpr, GROUP: tl.constexpr, K: tl.constexpr, V: tl.constexpr,
     HAS_BOUNDS: tl.constexpr, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, HAS_KEY_MASK: tl.constexpr,
     MASK: tl.constexpr, HAS_SOFTCAP: tl.constexpr, PRECISION: tl.constexpr,
     ALIGN: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_S: tl.constexpr,
 ):  # fmt: skip
-    """Attend from all T * GROUP rows of one key head to one share of the keys."""
+    """Attend from all T * GROUP rows of one key head to one share of the keys, or to all if part_ptr is None."""
     split, head = tl.program_id(0) % splits, tl.program_id(0) // splits
     b, hk = head // (H // GROUP), head % (H // GROUP)
     _q, last_query, _k, first_key, last_key, shift, gaps = load_bounds(bounds_ptr, b, T, S, shift, HAS_BOUNDS)
+    if lengths_ptr is not None:
+        last_key = tl.minimum(tl.maximum(tl.load(lengths_ptr + b).to(tl.int32), 0), S)
     r, steps = tl.arange(0, BLOCK_R), tl.arange(0, BLOCK_S)
     dims, v_dims = tl.arange(0, BLOCK_K), tl.arange(0, BLOCK_V)
     rows = r // GROUP  # row r is query r // GROUP of the key head's query head r % GROUP
@@ -86,19 +101,25 @@ def _attention_split(
             HAS_KEY_MASK, MASK,
         )  # fmt: skip
         acc, total, peak = fold(acc, total, peak, s, 1.0, v, rows, columns, 0, False, PRECISION)
-    # [B * Hkv, splits, T * GROUP, V] and without V
-    row = (head * splits + split).to(tl.int64) * (T * GROUP) + r
     written = (rows < T)[:, None] & in_value
-    tl.store(part_ptr + row[:, None] * V + v_dims[None, :], acc, mask=written)
-    tl.store(peak_ptr + row, peak, mask=rows < T)
-    tl.store(total_ptr + row, total, mask=rows < T)
+    if part_ptr is None:
+        h = hk * GROUP + r % GROUP
+        alive, total = _weights_of_rows(total, peak, rows < last_query, sinks_ptr, h)
+        out = tl.where(alive[:, None], acc / total[:, None], 0.0)
+        out_row = (rows.to(tl.int64) * stride_out_t + h.to(tl.int64) * stride_out_h) * ALIGN
+        tl.store(out_ptr + offset(b, ALIGN, stride_out_b) + out_row[:, None] + v_dims[None, :], out, mask=written)
+    else:  # [B * Hkv, splits, T * GROUP, V] and without V
+        row = (head * splits + split).to(tl.int64) * (T * GROUP) + r
+        tl.store(part_ptr + row[:, None] * V + v_dims[None, :], acc, mask=written)
+        tl.store(peak_ptr + row, peak, mask=rows < T)
+        tl.store(total_ptr + row, total, mask=rows < T)
 
 
 @attends
 def _attention_combine(
     part_ptr, peak_ptr, total_ptr, out_ptr, bounds_ptr, sinks_ptr, stride_out_b, stride_out_h, stride_out_t, T, splits,
-    H: tl.constexpr, GROUP: tl.constexpr, V: tl.constexpr, HAS_BOUNDS: tl.constexpr, HAS_SINKS: tl.constexpr,
-    ALIGN: tl.constexpr, BLOCK_V: tl.constexpr,
+    H: tl.constexpr, GROUP: tl.constexpr, V: tl.constexpr, HAS_BOUNDS: tl.constexpr, ALIGN: tl.constexpr,
+    BLOCK_V: tl.constexpr,
 ):  # fmt: skip
     """Combine the shares of one row: sum of part * 2^(peak - highest) over sum of total * 2^(peak - highest)."""
     r, head = tl.program_id(0) % (T * GROUP), tl.program_id(0) // (T * GROUP)
@@ -116,11 +137,9 @@ def _attention_combine(
         acc = acc * fade + tl.load(part_ptr + row * V + dims, mask=dims < V, other=0.0) * weight
         total = total * fade + tl.load(total_ptr + row) * weight
         peak = new_peak
-    alive = (total != 0.0) & (r // GROUP < last_query)
     h = hk * GROUP + r % GROUP
-    if HAS_SINKS:
-        total += sink(peak, sinks_ptr, h)
-    out = tl.where(alive, acc / tl.where(alive, total, 1.0), 0.0)
+    alive, total = _weights_of_rows(total, peak, r // GROUP < last_query, sinks_ptr, h)
+    out = tl.where(alive, acc / total, 0.0)
     out_ptr += offset(b, ALIGN, stride_out_b) + offset(h, ALIGN, stride_out_h) + offset(r // GROUP, ALIGN, stride_out_t)
     tl.store(out_ptr + dims, out, mask=dims < V)
 
@@ -139,9 +158,13 @@ def decode(q: Tensor, k: Tensor, v: Tensor, *arguments: Any) -> Tensor:
     Args:
         q: `[B, H, T, K]`; T * H / Hkv rows are one tile, so that must be small.
         k, v: `[B, Hkv, S, K]` and `[B, Hkv, S, V]`, such as the filled part of a cache.
-        arguments: the fields of `Problem`; no mask, no dropout.
+        arguments: the fields of `Problem`; no mask, no dropout. `bounds` may be the lengths of the keys, integers
+            `[B]`, where nothing else limits them but a window that is aligned at the first key.
     """
     problem = Problem.of(*arguments)
+    lengths = None
+    if problem.bounds is not None and problem.bounds.dim() == 1:
+        lengths, problem = problem.bounds.contiguous(), problem._replace(bounds=None)
     B, H, T, S = problem.sizes(q)
     out = noted(q.new_empty((B, T, H, v.shape[-1])).transpose(1, 2))
     if q.numel() == 0 or k.numel() == 0:
@@ -149,14 +172,15 @@ def decode(q: Tensor, k: Tensor, v: Tensor, *arguments: Any) -> Tensor:
     heads, group, wide = k.shape[1], H // k.shape[1], wider(q, v)
     tile = problem.tile("decode", wide)
     splits = _shares(q, B * heads, -(-S // tile["BLOCK_S"]))
-    part = noted(q.new_empty((B * heads, splits, T * group, v.shape[-1]), dtype=torch.float32))
-    peak, total = (noted(q.new_empty((B * heads, splits, T * group), dtype=torch.float32)) for _ in range(2))
+    rows = (B * heads, splits, T * group)
+    sizes_of_shares = [(*rows, v.shape[-1]), rows, rows] if splits > 1 else []
+    shares = [noted(q.new_empty(size, dtype=torch.float32)) for size in sizes_of_shares] or [None] * 3
     align, (q_view, k_view, v_view, out_view) = views(q, k, v, out)
     bounds, key_mask, _, bias, _ = problem.pointers(q)
-    shares = (part, peak, total)
-    tensors = (q_view.data, k_view.data, v_view.data, *shares, bounds, key_mask, bias)
+    tensors = (q_view.data, k_view.data, v_view.data, out, *shares, problem.sinks, lengths, bounds, key_mask, bias)
     mask_strides = problem.mask_strides((B, H, T, S))
-    strides = (*q_view.strides, *k_view.strides, *v_view.strides, mask_strides[0], mask_strides[-1])
+    input_strides = (*q_view.strides, *k_view.strides, *v_view.strides)
+    strides = (*input_strides, *out_view.strides, mask_strides[0], mask_strides[-1])
     sizes = (T, S, splits)
     scalars = problem.scalars()[:5]  # all but dropout's
     shared = {**problem.head_switches(q), "GROUP": group, "ALIGN": align}
@@ -166,8 +190,8 @@ def decode(q: Tensor, k: Tensor, v: Tensor, *arguments: Any) -> Tensor:
     constants["MASK"] = problem.mask_kind
     with guard(q):
         launch(_attention_split, (B * heads * splits,), *tensors, *strides, *sizes, *scalars, **constants, **tile)
-        grid = (B * heads * T * group,)
-        shared |= {**head_size("V", v, v), "HAS_SINKS": problem.sinks is not None}
-        tensors = (*shares, out, bounds, q if problem.sinks is None else problem.sinks)
-        launch(_attention_combine, grid, *tensors, *out_view.strides, T, splits, **shared, num_warps=1)
+        if splits > 1:
+            grid, constants = (B * heads * T * group,), {**shared, **head_size("V", v, v)}
+            tensors = (*shares, out, bounds, problem.sinks)
+            launch(_attention_combine, grid, *tensors, *out_view.strides, T, splits, **constants, num_warps=1)
     return out

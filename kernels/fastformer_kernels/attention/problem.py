@@ -33,7 +33,7 @@ attends = kernel(
     *("stride_mask_b", "stride_mask_h", "stride_mask_t", "stride_mask_s"),
     *("stride_dmask_b", "stride_dmask_h", "stride_dmask_t"),
     *("stride_dweights_b", "stride_dweights_h", "stride_dweights_t"),
-    anywhere=["bounds_ptr", "key_mask_ptr", "bias_ptr", "seed_ptr", "sinks_ptr"],
+    anywhere=["bounds_ptr", "lengths_ptr", "key_mask_ptr", "bias_ptr", "seed_ptr", "sinks_ptr"],
 )
 _LINE = 16  # elements
 _BLOCK = tl.constexpr(1024)  # keys that the kernel of the bounds reads at a time

@@ -71,11 +71,6 @@ class Device(NamedTuple):
         """Whether Triton compiles for this GPU with AMD's backend."""
         return self.target.startswith("gfx")
 
-    @property
-    def generation(self) -> int:
-        """The generation of NVIDIA's matrix units: 8 (mma.sync), 9 (wgmma) or 10 (tcgen05); 8 for AMD's GPUs."""
-        return {"sm_90": 9, "sm_100": 10}.get(self.architecture, 8)
-
 
 # For the interpreter and meta tensors: an H200; `benchmarks.codegen` sets other GPUs here.
 assumed = Device("sm_90", 132, 227 << 10)

@@ -83,7 +83,7 @@ def backward_tile(x: Tensor, bytes_a_column: int, elements: int = 16) -> tuple[t
     M, N = x.shape
     device = device_of(x)
     BLOCK_N = TILE if is_wide(N) else power_of_two(N, 16)
-    if device.generation >= 10 and BLOCK_N <= 4096:
+    if device.architecture == "sm_100" and BLOCK_N <= 4096:
         elements = 8
     BLOCK_M = max(4 * 32 * elements // BLOCK_N, 1)
     num_warps = max(BLOCK_N // (32 * elements), 4)

@@ -42,6 +42,20 @@ def faults() -> Iterator[Fault]:
     )  # fmt: skip
     yield at(
         file,
+        "attention.py::test_lengths_beyond_the_tensor_are_cut",
+        "decoding: lengths beyond the keys",
+        "tl.minimum(tl.maximum(tl.load(lengths_ptr + b).to(tl.int32), 0), S)",
+        "tl.load(lengths_ptr + b).to(tl.int32)",
+    )
+    yield at(
+        file,
+        f"{decoding}[lengths, one of them 0-2]",
+        "decoding: rows of the first query head of the key head",
+        "h.to(tl.int64) * stride_out_h",
+        "hk.to(tl.int64) * stride_out_h",
+    )
+    yield at(
+        file,
         f"{decoding}[one query-1]",
         "decoding: last tile of each share skipped",
         "end = tl.minimum(begin + share, end)",

@@ -65,26 +65,18 @@ def french(number: int) -> str:
     ['mille', 'mille cent', 'quatre-vingt mille', 'deux cent mille', 'deux cent quatre-vingt mille quatre-vingts']
     """
     _check(number)
-    thousands, remainder = divmod(number, 1000)
-    words = []
-    if thousands:
-        words.append(_french_below_1000(thousands, final=False) if thousands > 1 else "")
-        words.append("mille")
-    if remainder or not thousands:
-        words.append(_french_below_1000(remainder, final=True))
-    return " ".join(filter(None, words))
+    return _french(number, final=True)
 
 
-def _french_below_1000(number: int, final: bool) -> str:
+def _french(number: int, final: bool) -> str:
     """Return a number in French words; `final`: no word follows, so that quatre-vingts and cents keep the plural s."""
-    hundreds, remainder = divmod(number, 100)
-    words = []
-    if hundreds:
-        words.append("" if hundreds == 1 else _FRENCH[hundreds])
-        words.append("cents" if hundreds > 1 and final and not remainder else "cent")
-    if remainder or not hundreds:
-        words.append(_french_below_100(remainder, final))
-    return " ".join(filter(None, words))
+    if number < 100:
+        return _french_below_100(number, final)
+    size = 1000 if number >= 1000 else 100
+    count, remainder = divmod(number, size)
+    words = [_french(count, final=False)] if count > 1 else []
+    words.append("mille" if size == 1000 else "cents" if count > 1 and final and not remainder else "cent")
+    return " ".join(words + ([_french(remainder, final)] if remainder else []))
 
 
 def _french_below_100(number: int, final: bool) -> str:
@@ -112,26 +104,21 @@ def german(number: int) -> str:
     'dreihundertzweiundvierzigtausendeinundsiebzig'
     """
     _check(number)
-    thousands, remainder = divmod(number, 1000)
-    return (f"{_german_below_1000(thousands)}tausend" if thousands else "") + (
-        _german_below_1000(remainder) + ("s" if remainder % 100 == 1 else "") if remainder or not thousands else ""
-    )
+    return _german(number) + ("s" if number % 100 == 1 else "")
 
 
-def _german_below_1000(number: int) -> str:
+def _german(number: int) -> str:
     """Return a number as before `tausend`, ending in `ein`; at the end of a number it is `eins`."""
-    hundreds, remainder = divmod(number, 100)
-    head = f"{_GERMAN[hundreds]}hundert" if hundreds else ""
-    return head + (_german_below_100(remainder) if remainder or not hundreds else "")
-
-
-def _german_below_100(number: int) -> str:
     if number <= 12:
         return _GERMAN[number]
-    tens, units = divmod(number, 10)
-    if number < 20:
-        return {16: "sech", 17: "sieb"}.get(number, _GERMAN[units]) + "zehn"
-    return (f"{_GERMAN[units]}und" if units else "") + _GERMAN_TENS[tens]
+    if number < 100:
+        tens, units = divmod(number, 10)
+        if number < 20:
+            return {16: "sech", 17: "sieb"}.get(number, _GERMAN[units]) + "zehn"
+        return (f"{_GERMAN[units]}und" if units else "") + _GERMAN_TENS[tens]
+    size, name = (1000, "tausend") if number >= 1000 else (100, "hundert")
+    count, remainder = divmod(number, size)
+    return f"{_german(count)}{name}" + (_german(remainder) if remainder else "")
 
 
 LANGUAGES: dict[str, Callable[[int], str]] = {"fr": french, "de": german}

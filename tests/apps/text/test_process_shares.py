@@ -24,12 +24,6 @@ def test_every_sequence_has_one_owner_and_no_process_much_more_than_its_part(len
         assert sum(lengths[each]) <= sum(lengths) / world + max(lengths, default=0)
 
 
-def test_the_middle_of_a_sequence_decides():
-    lengths = torch.tensor([3, 3, 1, 1, 4])
-    assert [share_of(lengths, rank, 2) for rank in range(2)] == [slice(0, 2), slice(2, 5)]
-    assert [share_of(torch.tensor([9, 1, 1]), rank, 3) for rank in range(3)] == [slice(0, 0), slice(0, 1), slice(1, 3)]
-
-
 @pytest.mark.parametrize("packed", [True, False])
 def test_the_losses_of_the_shares_of_pairs_add_up(packed):
     batch = random_batch([(3, 5), (1, 0), (0, 2), (7, 1), (2, 2)], packed=packed)

@@ -31,15 +31,6 @@ def test_an_error_names_the_file_and_not_its_temporary_name(tmp_path):
     assert caught.value.filename == str(tmp_path / "missing" / "file")
 
 
-def test_a_replaced_file_keeps_its_mode_and_a_link_its_target(tmp_path):
-    (tmp_path / "file").touch(0o600)
-    (tmp_path / "link").symlink_to("file")
-    write_file(tmp_path / "link", b"new")
-    assert (tmp_path / "link").is_symlink()
-    assert (tmp_path / "file").read_bytes() == b"new"
-    assert (tmp_path / "file").stat().st_mode & 0o777 == 0o600
-
-
 def test_a_file_that_may_not_be_written_is_refused(tmp_path, monkeypatch):
     (tmp_path / "file").write_bytes(b"old")
     monkeypatch.setattr(os, "access", lambda path, mode: Path(path).name != "file")  # root may write everything

@@ -53,8 +53,14 @@ some_sizes = st.one_of(
 @settings(deadline=None)
 @given(some_pairs)
 def test_packed_is_tokens_with_special_ids(pairs):
-    """Source = tokens + eos, target_in = bos + tokens, target_out = tokens + eos, whatever the lengths."""
+    """Source = tokens + eos, target_in = bos + tokens, target_out = tokens + eos; in inference as in training.
+
+    A tutorial put eos on the source in training but not in inference.
+    """
     batch = collate(make_pairs(pairs))
+    source, lengths = collate_source([left for left, _ in pairs], SOURCE_IDS)
+    assert torch.equal(source, batch.source)
+    assert torch.equal(lengths, batch.source_lengths)
     assert batch.packed
     assert len(batch) == len(pairs)
     assert batch.source.tolist() == [i for left, _ in pairs for i in [*left, SOURCE_IDS.eos_id]]
@@ -83,30 +89,6 @@ def test_padded_is_packed_with_padding_at_the_end(pairs):
         real = torch.arange(rows.shape[1]) < lengths[:, None]
         assert torch.equal(rows[real], getattr(packed, name))
         assert (rows[~real] == pad_id).all()
-
-
-@settings(deadline=None)
-@given(some_pairs, st.booleans())
-def test_inference_makes_the_source_as_training_does(pairs, packed):
-    """A tutorial put eos on the source in training but not in inference."""
-    batch = collate(make_pairs(pairs), packed)
-    source, lengths = collate_source([left for left, _ in pairs], SOURCE_IDS, packed)
-    assert torch.equal(source, batch.source)
-    assert torch.equal(lengths, batch.source_lengths)
-
-
-@settings(deadline=None)
-@given(some_pairs, st.data())
-def test_sequences_hold_the_lists(pairs, data):
-    lists = [left for left, _ in pairs]
-    sequences = Sequences.from_lists(lists)
-    assert [sequences[i] for i in range(len(sequences))] == lists
-    assert sequences.lengths.tolist() == [len(ids) for ids in lists]
-    indices = data.draw(st.lists(st.integers(0, len(lists) - 1)))
-    taken = sequences.take(np.array(indices, np.int64))
-    assert [taken[i] for i in range(len(taken))] == [lists[i] for i in indices]
-    with pytest.raises(IndexError, match="sequence 99 of"):
-        sequences[99]
 
 
 CORPUS = ParallelCorpus(
@@ -211,6 +193,9 @@ def test_shuffled_by_seed_and_epoch(bucket):
 
     assert order(1, 0) == order(1, 0)
     assert len({tuple(order(*key)) for key in ((1, 0), (1, 1), (2, 0), (0, 1))}) == 4
+    batches = Batches(numbered_pairs(400), sentences=10, bucket=bucket).epoch(0)
+    lengths = [int(batch.target_lengths.max()) for batch in batches]
+    assert lengths != sorted(lengths)
 
 
 def test_without_shuffling_the_order_is_the_file_or_the_length():
@@ -251,13 +236,3 @@ def test_bad_arguments_of_batches():
     assert Batches(pairs, tokens=31).batches_in(0) == 2
     with pytest.raises(ValueError, match="no pairs"):
         Batches(make_pairs([]), tokens=20)
-
-
-def test_collate_source_of_nothing_and_of_an_empty_sentence():
-    assert [tensor.tolist() for tensor in collate_source([], SOURCE_IDS)] == [[], []]
-    assert [tensor.tolist() for tensor in collate_source([[]], SOURCE_IDS)] == [[SOURCE_IDS.eos_id], [1]]
-
-
-def test_buckets_shuffle_batches_not_only_sentences():
-    lengths = [int(batch.target_lengths.max()) for batch in Batches(numbered_pairs(400), sentences=10).epoch(0)]
-    assert lengths != sorted(lengths)

@@ -89,12 +89,17 @@ ARTICLES = [
 ]
 
 
-def test_what_a_document_is() -> None:
+def test_what_a_document_is(tmp_path: Path) -> None:
     assert cut_lines(ARTICLES, "line") == [[line] for line in ARTICLES]
     assert cut_lines(ARTICLES, "file") == [ARTICLES]
     assert cut_lines(ARTICLES, "article") == [ARTICLES[:10], ARTICLES[10:]]
     with pytest.raises(ValueError, match="needs titles"):
         cut_lines(["a", "b"], "article")
+    (tmp_path / "a.gz").write_bytes(gzip.compress(b"  one two \n\nthree\n"))
+    assert read_text(tmp_path / "a.gz").documents == [["one two"], [""], ["three"]]
+    (tmp_path / "blank.txt").write_text("\n \n")
+    with pytest.raises(TextError, match=r"blank\.txt: holds no word"):
+        read_text(tmp_path / "blank.txt")
     with pytest.raises(ValueError, match="document must be one of"):
         cut_lines(["a"], "page")  # type: ignore[arg-type]
 
@@ -144,13 +149,3 @@ def test_a_folder_of_sentence_pairs_is_no_text(tmp_path: Path) -> None:
         open_text_dataset(tmp_path)
     with pytest.raises(FileNotFoundError, match="fastformer data NAME"):
         open_text_dataset(tmp_path / "nothing")
-
-
-def test_files_plain_and_gzip(tmp_path: Path) -> None:
-    (tmp_path / "a.txt").write_text("  one two \n\nthree\n")
-    (tmp_path / "a.txt.gz").write_bytes(gzip.compress(b"  one two \n\nthree\n"))
-    plain, packed = read_text(tmp_path / "a.txt"), read_text(tmp_path / "a.txt.gz")
-    assert plain.documents == packed.documents == [["one two"], [""], ["three"]]
-    (tmp_path / "blank.txt").write_text("\n \n")
-    with pytest.raises(TextError, match=r"blank\.txt: holds no word"):
-        read_text(tmp_path / "blank.txt")

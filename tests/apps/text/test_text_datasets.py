@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from fastformer.apps.text import DATASETS, TextError, datasets, open_dataset, prepare, write_lines
+from fastformer.apps.text import TextError, datasets, open_dataset, prepare, write_lines
 
 DATA = Path(__file__).parents[4] / "shared" / "data"
 needs_data = pytest.mark.skipif(not DATA.is_dir(), reason="the corpora are not there")
@@ -138,8 +138,3 @@ def test_damaged_folders(tmp_path, monkeypatch):
         (tmp_path / "to" / "dataset.json").write_text(content)
         with pytest.raises(TextError, match=r"dataset\.json: damaged"):
             open_dataset(tmp_path / "to", "en", "de")
-
-
-def test_every_dataset_has_a_notice():
-    assert DATASETS == ("multi30k", "europarl", "wikitext2")
-    assert all("Cite" in datasets._NOTICES[name] for name in DATASETS)

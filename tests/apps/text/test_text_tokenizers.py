@@ -85,16 +85,17 @@ def test_text_never_becomes_a_special_id(kind):
 
 @pytest.mark.parametrize("special_ids", [SpecialIds(1, 0, 2, 3), SpecialIds(unk_id=3, pad_id=12, bos_id=0, eos_id=7)])
 @pytest.mark.parametrize("kind", ["unigram", "bpe", "char", "word", "words"])
-def test_configured_special_ids_are_used_and_stored(kind, special_ids, tmp_path):
+def test_configured_special_ids_and_lower_casing_are_used_and_stored(kind, special_ids, tmp_path):
+    lines = [line.title() for line in LINES]
     if kind == "words":
-        tokenizer = WordTokenizer.from_lines(LINES, special_ids=special_ids)
+        tokenizer = WordTokenizer.from_lines(lines, special_ids=special_ids, lowercase=True)
     else:
-        tokenizer = train_sentencepiece(LINES, 40, model_type=kind, special_ids=special_ids)
+        tokenizer = train_sentencepiece(lines, 40, model_type=kind, special_ids=special_ids, lowercase=True)
     assert tokenizer.special_ids == special_ids
     tokenizer.save(tmp_path)
     again = load_tokenizer(tmp_path)
     assert (again.unk_id, again.pad_id, again.bos_id, again.eos_id) == tuple(vars(special_ids).values())
-    assert again.decode(again.encode("deux")) == "deux"
+    assert again.decode(again.encode("DEUX")) == "deux"
     assert again.encode("☃")[-1] == again.unk_id
 
 
@@ -123,11 +124,6 @@ def test_a_vocabulary_too_large_is_clamped_with_one_warning(model_type, caplog, 
     assert capfd.readouterr() == ("", "")  # sentencepiece's own log is silent
 
 
-def test_training_is_deterministic():
-    first, second = (train_sentencepiece(LINES, 50, model_type="unigram") for _ in range(2))
-    assert first.model == second.model
-
-
 def test_only_the_given_lines_are_seen():
     """A tutorial trained its tokenizers on validation data too: a character that only occurs there must be unknown."""
     training, validation = ["the cat sat", "the dog ran"] * 4, "the žebra ran"
@@ -137,15 +133,6 @@ def test_only_the_given_lines_are_seen():
     ):
         assert tokenizer.unk_id in tokenizer.encode(validation)
         assert tokenizer.unk_id not in tokenizer.encode("the cat ran")
-
-
-def test_lower_casing_is_stored(tmp_path):
-    for tokenizer in (train_sentencepiece(["Die Äpfel"], 12, lowercase=True, model_type="char"),
-                      WordTokenizer.from_lines(["Die Äpfel"], lowercase=True)):  # fmt: skip
-        tokenizer.save(tmp_path)
-        again = load_tokenizer(tmp_path)
-        assert again.decode(again.encode("DIE ÄPFEL")) == "die äpfel"
-        assert again.encode_batch(["DIE ÄPFEL"]) == [again.encode("die äpfel")]
 
 
 @pytest.mark.parametrize(
@@ -267,11 +254,8 @@ def test_detokenised_text_is_the_text(text):
     assert tokenizer.decode(tokenizer.encode(text)) == text
 
 
-def test_decomposed_letters_are_one_word():
-    assert word_tokenizer.split_words("cafe\u0301 noir") == ["café", "noir"]
-
-
 def test_examples_in_the_docstrings():
+    assert word_tokenizer.split_words("cafe\u0301 noir") == ["café", "noir"]  # NFC
     assert doctest.testmod(word_tokenizer) == (0, 2)
 
 
@@ -283,15 +267,6 @@ def test_multi30k_allows_so_many_pieces(language, size, caplog):
     assert tokenizer.size == size
     assert "vocabulary_size 16,000 is more than these 29,000 lines allow for a unigram model" in caplog.text
     assert f"using {size:,}" in caplog.text
-
-
-@pytest.mark.skipif(not MULTI30K.is_dir(), reason="the Multi30k files are not there")
-def test_real_sentences_survive():
-    lines = read_lines(MULTI30K / "val.de.gz")
-    tokenizer = train_sentencepiece(lines, 500, model_type="bpe")
-    decoded = [tokenizer.decode(ids) for ids in tokenizer.encode_batch(lines)]
-    changed = [line for line, text in zip(lines, decoded, strict=True) if line != text]
-    assert len(changed) < len(lines) / 100  # typographic forms that sentencepiece's NFKC normalisation replaces
 
 
 @pytest.mark.parametrize("lowercase", [False, True])

@@ -1,10 +1,8 @@
 """Key and value caches of decoders: `cache = decoder.new_cache(memory)`, then `decoder.step(x, cache)`.
 
-A step reads one token a row, a chunk, or prompts of different lengths. It runs each layer's `compose` with attention
-callables that read the cache. So a step returns the outputs of a forward pass over all tokens at the new positions.
-
-Cache tensors are created outside inference mode, so that steps inside and outside of it can use the same cache. A cache
-grows as it is filled. `StaticKVCache`, for CUDA graphs, has a fixed capacity and lengths on the device.
+A step reads one token a row, a chunk, or prompts of different lengths: it runs each layer's `compose` with attention
+callables that read the cache. Cache tensors are created outside inference mode, so that steps inside and outside of it
+can use the same cache.
 
 Letters: B sentences, N hypotheses a sentence, R = B * N rows, t new tokens a row, T of all rows, H heads, S positions,
 K head size, D model width.
@@ -78,10 +76,12 @@ class KVCache:
             # Projecting no tokens gives the dtype under autocast, the heads and the head size.
             weight = attention.in_proj_weight if attention._qkv_same_embed_dim else attention.q_proj_weight
             no_tokens = weight.new_zeros(0, attention.embed_dim)
-            empty = attention.keys_values(no_tokens, Positions(no_tokens.new_empty(0, dtype=torch.int64), 1))
+            at = Positions(no_tokens.new_empty(0, dtype=torch.int64), 1)
+            _, *empty = attention.project(None, no_tokens, no_tokens, None, at)
             keys, values = (x.new_zeros(rows, x.shape[1], 0, x.shape[2]) for x in empty)
-            cross = None if memory is None else layer.multihead_attn.keys_values(memory[0])
-            if cross is not None and memory is not None:  # one copy here saves a strided read at every step
+            cross: Any = None
+            if memory is not None:  # one copy here saves a strided read at every step
+                _, *cross = layer.multihead_attn.project(None, memory[0], memory[0])
                 cross = tuple(unpack(x, memory[1]).transpose(1, 2).contiguous() for x in cross)
             self.layers.append(LayerCache(keys, values, cross))
         if memory is not None and not memory[1].full:
@@ -185,16 +185,10 @@ class KVCache:
             self.capacity = capacity  # only after all have grown, because an allocation may fail
 
     def reorder(self, rows: Tensor) -> None:
-        """Let row i continue from the tokens that row `rows[i]` has read.
+        """Let row i continue from the tokens that row `rows[i]` has read, int64 `[R]`.
 
-        Args:
-            rows: int64 `[R]`. With one hypothesis a sentence: any rows, and their memories move too. With more
-                hypotheses: rows of the same sentence, which share its memory.
-
-        Raises:
-            ValueError: rows are not R rows of the cache, or a row comes from another sentence.
-
-        The cache is unchanged if an allocation fails. Ctrl-C while rows are written leaves some of them moved.
+        With one hypothesis a sentence, the memories of rows move too; with more, rows must be of the same sentence,
+        which share its memory (else ValueError). The cache is unchanged if an allocation fails.
         """
         sources = _indices("rows", rows, self.rows)
         if sources.numel() != self.rows:
@@ -221,13 +215,7 @@ class KVCache:
 
     @torch.inference_mode(False)
     def keep(self, sentences: Tensor) -> None:
-        """Continue with these sentences only, int64, in this order, each with its N rows.
-
-        A sentence that is listed twice is duplicated.
-
-        Raises:
-            ValueError: an index is no sentence of the cache.
-        """
+        """Continue with these sentences only, int64, in this order, each with its N rows; some may be repeated."""
         chosen = _indices("sentences", sentences, self.rows // self.hypotheses)
         rows = (chosen[:, None] * self.hypotheses + torch.arange(self.hypotheses, device="cpu")).flatten()
         lengths, memory_lengths = self.lengths[rows.to(self.lengths.device)], self.memory_lengths
@@ -239,11 +227,7 @@ class KVCache:
         self.layers, self.lengths, self.memory_lengths = layers, lengths, memory_lengths
 
     def crop(self, lengths: Tensor | int) -> None:
-        """Keep only the first tokens of each row: `lengths` of them, int64 `[R]`, or one number for all rows.
-
-        Raises:
-            ValueError: a row has read fewer tokens.
-        """
+        """Keep only the first tokens of each row: `lengths` of them, int64 `[R]`, or one number for all rows."""
         if isinstance(lengths, int):
             lengths = torch.full((self.rows,), lengths, device="cpu")
         new_lengths, read = lengths_of("lengths", lengths), self.lengths.cpu()

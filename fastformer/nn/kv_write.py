@@ -122,7 +122,7 @@ class KVWrite:
     def attend(self, attention: Any, layer_cache: LayerCache, x: Tensor) -> Any:
         """Write the keys and values of x; attend to all positions that the tokens may see."""
         positions = None if attention.rotary is None else Positions(self.index, self.end)
-        q, k, v = attention.queries_keys_values(x, positions)
+        q, k, v = attention.project(x, x, x, positions, positions)
         if k.dtype != layer_cache.keys.dtype or k.shape[-2:] != layer_cache.keys.shape[1::2]:
             H, K = layer_cache.keys.shape[1::2]
             raise ValueError(
@@ -150,6 +150,6 @@ class KVWrite:
         assert layer_cache.memory is not None
         x = x if self.layout is None else unpack(x, self.layout)
         keys, values = layer_cache.memory
-        q = attention.queries(x.reshape(keys.shape[0], cache.hypotheses * x.shape[1], x.shape[2]))
+        q, _, _ = attention.project(x.reshape(keys.shape[0], cache.hypotheses * x.shape[1], x.shape[2]), None, None)
         out = attention.attend(q, keys, values, **cache.memory_limits(q, keys.shape[2])).view(x.shape)
         return out if self.layout is None else pack(out, self.layout)

@@ -166,15 +166,19 @@ class _Layer(nn.Module):
         memory_mask: Tensor | None = None,
     ) -> tuple[Attention, ...]:
         """Return the attention callables for packed sequences; arguments as of `MultiheadAttention.packed`."""
-        attentions: Any = self.attentions
-        own = partial(attentions[0].packed, layout=layout, causal=causal, attn_mask=mask)
-        if len(attentions) == 1:
+        modules: Any = self._modules
+        own = partial(modules["self_attn"].packed, layout=layout, causal=causal, attn_mask=mask)
+        if "multihead_attn" not in modules:
             return (own,)
         # With None, attention would be to the tokens themselves.
         check_types(("memory",), memory)
         offsets_of("memory_layout", memory_layout)
         return own, partial(
-            attentions[1].packed, layout=layout, memory=memory, memory_layout=memory_layout, attn_mask=memory_mask
+            modules["multihead_attn"].packed,
+            layout=layout,
+            memory=memory,
+            memory_layout=memory_layout,
+            attn_mask=memory_mask,
         )
 
     def plain_parts(self) -> set[str]:

@@ -98,10 +98,7 @@ def activation_name(activation: Callable[[Tensor], Tensor]) -> Activation | None
 
 
 def cast_parameters(model: nn.Module) -> list[Tensor]:
-    """Return the fp32 parameters that autocast casts in a model with fastformer's modules; none without such modules.
-
-    fastformer's modules cast most of them; torch casts the rest, such as those of a linear layer that is called.
-    """
+    """Return the fp32 parameters that autocast casts in a model; none if it has none of fastformer's modules."""
     owners = [module for module in model.modules() if isinstance(module, nn.Linear | nn.MultiheadAttention)]
     if not any(isinstance(module, (*DROP_INS.values(), FeedForward)) for module in model.modules()):
         return []

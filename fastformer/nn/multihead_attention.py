@@ -1,6 +1,6 @@
 """Drop-in multi-head attention: torch.nn.MultiheadAttention's `forward`, and calls for packed and cached sequences.
 
-`queries`, `keys_values` and `attend` are the steps of attention, for decoders that cache keys and values.
+Decoders that cache keys and values call its steps, `project` and `attend`.
 
 Letters: B batch, H heads, T queries, S keys, D model width (embed_dim), K head size.
 """
@@ -131,7 +131,7 @@ class MultiheadAttention(Projections):
             super().forward(*arguments)  # raises
             raise RuntimeError("query, key, value and the masks must be of shapes and dtypes that fit together")
 
-        q, k, v = self._project(query, key, value, *self._positions(length, keys, time, query.device))  # [.., .., H, K]
+        q, k, v = self.project(query, key, value, *self._positions(length, keys, time, query.device))  # [.., .., H, K]
         q, k, v = (x.permute(rows, 2, time, 3) for x in (q, k, v))  # [B, H, T, K]
         k, v, extra = self._extend(k, v)
         # torch uses the hint only without key padding. Here kernels skip later keys with padding too, except where
@@ -212,7 +212,7 @@ class MultiheadAttention(Projections):
                 raise ValueError(f"layout and memory_layout must have no padding on the left {limit}")
         where = Positions(layout.positions, layout.max_length)
         key_where = where if key_layout is layout else Positions(key_layout.positions, key_layout.max_length)
-        q, k, v = self._project(query, memory, memory, where, key_where)
+        q, k, v = self.project(query, memory, memory, where, key_where)
         if attn_mask is None:
             rules = self.rules(max(layout.max_length, key_layout.max_length), q.device)
             out = functional.packed_attention(q, k, v, layout, key_layout, causal=causal, **rules)
@@ -254,7 +254,7 @@ class MultiheadAttention(Projections):
             )
         if weights:
             return None
-        q, k, v = (x.transpose(1, 2) for x in self._project(query, key, key))
+        q, k, v = (x.transpose(1, 2) for x in self.project(query, key, key))
         out = F.scaled_dot_product_attention(q, k, v, is_causal=masked).transpose(1, 2).flatten(2)
         return F.linear(out, out_proj.weight, out_proj.bias), None
 
@@ -279,8 +279,7 @@ class MultiheadAttention(Projections):
     @property
     def by_distance(self) -> bool:
         """Whether scores depend on the distance between query and key."""
-        modules, set_later = self._modules, self.__dict__
-        return self.window is not None or modules.get("position_bias", set_later.get("position_bias")) is not None
+        return self.window is not None or self._distances is not None
 
     @property
     def counts_positions(self) -> bool:

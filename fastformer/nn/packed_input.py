@@ -55,19 +55,14 @@ def pack_input(
     counts_positions: bool = False,
     from_start: bool = False,
 ) -> PackedInput | None:
-    """Pack the real tokens of x `[B, L, D]`, `[L, B, D]` or `[L, D]`.
+    """Pack the real tokens of x `[B, L, D]`, `[L, B, D]` or `[L, D]`; None if the batch must run padded.
 
     Args:
         x: a padded batch.
         padding: its key padding mask as in torch, `[B, L]` or `[L]`; None for no padding.
         batch_first: the order of the dimensions; None if unknown.
         counts_positions: whether distances between tokens must not change, so that no padding may lie between them.
-        from_start: whether distances from the first column must not change, so that no padding may lie on the left
-            either. Attention to a memory needs that if it counts positions.
-
-    Returns:
-        The packed input; None if x cannot run without padding or the arguments do not fit, which the padded run then
-        reports.
+        from_start: whether no padding may lie on the left either, as for attention to a memory that counts positions.
     """
     batched = x.dim() == 3
     if x.dim() not in (2, 3) or batch_first is None:
@@ -92,13 +87,7 @@ def pack_input(
 def pack_nested(
     names: str, inputs: Sequence["Tensor | PackedInput"], masks: Sequence[Masks], obstacle: str | None = None
 ) -> list[PackedInput]:
-    """Pack the nested input of a stack, and the nested memory if there is one; names: of the inputs, for messages.
-
-    Raises:
-        ValueError: there is a mask.
-        TypeError: one of the inputs is not nested.
-        RuntimeError: the layers need a padded batch: obstacle.
-    """
+    """Pack the nested input of a stack, and the nested memory if there is one; names: of the inputs, for messages."""
     if any(x is not None for m in masks for x in (m.mask, m.padding)):
         raise ValueError(f"{names} must not be nested where a mask is given: nested tensors hold no padding")
     if obstacle is not None:
@@ -107,10 +96,7 @@ def pack_nested(
 
 
 def hidden_keys(padding: Tensor) -> Tensor | None:
-    """Return a key padding mask, bool or of 0 and -inf, as bool, True = padding.
-
-    None if an additive mask holds other values or requires a gradient, or if the values cannot be read.
-    """
+    """Return a key padding mask, bool or of 0 and -inf, as bool, True = padding; None for any other mask."""
     if not has_values(padding):
         return None
     if padding.dtype == torch.bool:
@@ -130,10 +116,7 @@ def same_mask(one: Tensor | None, other: Tensor | None) -> bool:
 
 
 def zero_padding(x: Tensor, padding: Tensor | None, batch_first: bool | None) -> Tensor:
-    """Set the rows of a padded output to 0 where its mask is True or -inf, as a packed run does.
-
-    Returns x unchanged if `_hidden_rows` returns None.
-    """
+    """Set the rows of a padded output to 0 where its mask is True or -inf, as a packed run does."""
     hidden = _hidden_rows(x, padding, batch_first)
     return x if hidden is None else x.masked_fill(hidden, 0.0)
 
@@ -150,11 +133,7 @@ def finite_padding(x: Tensor, padding: Tensor | None, batch_first: bool | None) 
 
 
 def _hidden_rows(x: Tensor, padding: Tensor | None, batch_first: bool | None) -> Tensor | None:
-    """Return where a padding mask hides rows of x, as bool `[..., 1]`.
-
-    None without a mask, if the layers do not state batch_first, or if x is no padded tensor. None too if the mask does
-    not fit x: layers that ignore masks do not check them.
-    """
+    """Return where a padding mask hides rows of x, as bool `[..., 1]`; None if there is none, or it does not fit x."""
     if not isinstance(padding, Tensor) or batch_first is None or not isinstance(x, Tensor) or x.is_nested:
         return None
     # A copy of a bool mask: the caller may change the mask before the backward pass.
@@ -199,11 +178,7 @@ def is_causal_mask(mask: Tensor | None, stated: bool, length: int) -> bool:
 def torchs_form(masks: Masks, x: Tensor, batch_first: bool | None, canonical: bool) -> Masks:
     """Return the masks as torch's stacks pass them to layers: the hint as stated, else read from the mask's values.
 
-    Args:
-        masks: of self-attention.
-        x: the input of the stack.
-        batch_first: of the first layer.
-        canonical: whether bool masks become additive ones of x's dtype, as in torch's encoder.
+    canonical: whether bool masks become additive ones of x's dtype, as in torch's encoder.
     """
     mask, padding = masks.mask, masks.padding
     check_masks(("mask",), mask)

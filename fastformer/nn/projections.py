@@ -97,8 +97,6 @@ class Projections(nn.MultiheadAttention):
             return (
                 self._head_dim
             )  # another name: Dynamo of torch 2.11 reads a dict item `head_dim` in place of this property
-        if self.embed_dim % self.num_heads:
-            raise AssertionError(f"embed_dim {self.embed_dim} must be divisible by num_heads, {self.num_heads}")
         return self.embed_dim // self.num_heads  # type: ignore[no-any-return]
 
     @head_dim.setter
@@ -112,18 +110,6 @@ class Projections(nn.MultiheadAttention):
     def kv_heads(self) -> int:
         """Hkv, heads of keys and values."""
         return self.num_heads if self._kv_heads is None else self._kv_heads
-
-    def queries(self, x: Tensor, positions: Positions | None = None) -> Tensor:
-        """Project `[..., D]` to queries `[..., H, K]`; positions: of the tokens, required by rotary attention."""
-        return self._project(x, None, None, positions)[0]  # type: ignore[no-any-return]
-
-    def keys_values(self, x: Tensor, positions: Positions | None = None) -> tuple[Tensor, Tensor]:
-        """Project `[..., D]` to keys and values, `[..., Hkv, K]` each."""
-        return self._project(None, x, x, None, positions)[1:]  # type: ignore[no-any-return]
-
-    def queries_keys_values(self, x: Tensor, positions: Positions | None = None) -> tuple[Tensor, Tensor, Tensor]:
-        """Project `[..., D]` to queries, keys and values of the same tokens, `[..., H or Hkv, K]` each."""
-        return self._project(x, x, x, positions, positions)  # type: ignore[no-any-return]
 
     def project_out(self, x: Tensor) -> Tensor:
         """Apply the output projection to `[..., D]`; the module is called only if it has hooks or another class."""
@@ -139,7 +125,7 @@ class Projections(nn.MultiheadAttention):
         K = self.head_dim
         return x.view(*x.shape[:-1], x.shape[-1] // K, K)
 
-    def _project(
+    def project(
         self,
         query: Tensor | None,
         key: Tensor | None,
@@ -147,7 +133,10 @@ class Projections(nn.MultiheadAttention):
         positions: Positions | None = None,
         key_positions: Positions | None = None,
     ) -> Any:
-        """Project to `[..., heads, K]`, with one matrix product for inputs that are the same tensor; None to None."""
+        """Project `[..., D]` to queries `[..., H, K]`, and keys and values `[..., Hkv, K]`; None to None.
+
+        Inputs that are the same tensor take one matrix product. Rotary attention needs the positions of the tokens.
+        """
         H, Hkv = self.num_heads, self.kv_heads
         q, k, v = query, key, value
         if self._qkv_same_embed_dim and query is key is value:

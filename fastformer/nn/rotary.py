@@ -33,9 +33,6 @@ class Positions(NamedTuple):
 class Llama3Scaling:
     """Slower rotation of low frequencies only, for longer sequences (Llama 3.1: Grattafiori et al. 2024).
 
-    Frequencies with wavelengths above original / low are divided by `factor`. Those with wavelengths below original /
-    high do not change. Between them, both are mixed.
-
     Attributes:
         factor: at least 1.
         low: rotations within the original length up to which a frequency is divided by `factor`.

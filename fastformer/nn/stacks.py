@@ -21,14 +21,8 @@ class TransformerEncoder(Stack, nn.TransformerEncoder):
     """torch.nn.TransformerEncoder on fastformer's layers; a torch.nn layer is converted.
 
     A batch with a src_key_padding_mask runs without its padding (`padding_free`), and its padded rows are 0. Outputs
-    of real tokens are torch's. A mask may have padding anywhere; one of 0 and -inf counts as bool.
-
-    Args:
-        encoder_layer: copied num_layers times.
-        num_layers: of the stack.
-        norm: applied at the end, or None.
-        enable_nested_tensor: changes nothing; `padding_free` decides.
-        mask_check: changes nothing; the mask is always read.
+    of real tokens are torch's. A mask may have padding anywhere; one of 0 and -inf counts as bool. Arguments are those
+    of torch's class; enable_nested_tensor and mask_check change nothing.
     """
 
     mask_keywords = (("src_mask", "src_key_padding_mask", "is_causal"),)
@@ -76,15 +70,10 @@ class TransformerEncoder(Stack, nn.TransformerEncoder):
         return self.run(src, None, masks, padding_free, need_weights)
 
     def packed(self, tokens: Tensor, layout: Layout, causal: bool = False, mask: Tensor | None = None) -> Tensor:
-        """Encode packed sequences: `[S, D]` -> `[S, D]`.
+        """Encode packed sequences: `[S, D]` -> `[S, D]`, of all sequences, one after another, as layout says.
 
-        Args:
-            tokens: of all sequences, one after another.
-            layout: the layout of tokens.
-            causal: whether a token attends only to itself and earlier tokens of its sequence.
-            mask: as in forward, over layout.columns.
-
-        The stack is called on a padded batch if it, a layer or attention has hooks or another class.
+        causal: whether a token attends only to itself and earlier tokens of its sequence. mask: as in forward, over
+        layout.columns. The stack is called on a padded batch if it, a layer or attention has hooks or another class.
         """
         return self._packed(tokens, layout, causal, mask)
 
@@ -169,15 +158,9 @@ class TransformerDecoder(Stack, nn.TransformerDecoder):
         tgt_mask: Tensor | None = None,
         memory_mask: Tensor | None = None,
     ) -> Tensor:
-        """Decode packed sequences: `[T, D]` with memory `[S, D]` -> `[T, D]`.
+        """Decode packed sequences: `[T, D]` with memory `[S, D]` -> `[T, D]`; arguments as in the encoder.
 
-        Args:
-            tokens: of all targets, one after another.
-            layout: the layout of tokens.
-            memory: the encoder's outputs of all sources, one after another.
-            memory_layout: the layout of memory.
-            causal: whether a target attends only to itself and earlier targets of its sequence.
-            tgt_mask, memory_mask: as in forward, over the columns of the layouts.
+        memory: the encoder's outputs of all sources, one after another.
         """
         return self._packed(tokens, layout, causal, tgt_mask, memory, memory_layout, memory_mask)
 

@@ -157,10 +157,8 @@ class _Attention(torch.autograd.Function):
 def _sink_gradient(lse: Tensor, delta: Tensor, sinks: Tensor) -> Tensor:
     """Return the gradient of the sinks: minus the sum of weight * delta over the rows of each head.
 
-    Args:
-        lse: in units of log2, sinks included, `[B, H, T]` or packed `[H, T]`, or maximum and logarithm of the sum,
-            `[2, ...]`; +inf for a row that sees no key, which makes its weight 0.
-        delta: `[B, H, T]` or packed `[H, T]`.
+    lse is in units of log2, sinks included, `[B, H, T]` or packed `[H, T]`, or maximum and logarithm of the sum,
+    `[2, ...]`; +inf for a row that sees no key, which makes its weight 0.
     """
     exponents = sinks.float()[:, None] * _LOG2E
     for term in lse.unbind() if lse.dim() > delta.dim() else (lse,):
@@ -250,12 +248,9 @@ def _split_mask(mask: Tensor | None, key_mask: Tensor | None, B: int, S: int) ->
 def attention(
     q: Tensor, k: Tensor, v: Tensor, rules: AttentionRules, formula: Formula | None, wants_weights: bool = False
 ) -> tuple[Tensor, Tensor | None]:
-    """Run `functional.attention` with the kernels; the weights are None unless wants_weights.
+    """Run `functional.attention` with the kernels; the weights `[B, H, T, S]` are None unless wants_weights.
 
-    Args:
-        q, k, v, rules: checked by `check_attention`, which returned the rules.
-        formula: the op in plain PyTorch, a function of q, k, v, mask, bias and sinks, for second derivatives.
-        wants_weights: also return the weights `[B, H, T, S]`.
+    The rules are from `check_attention`; formula: the op in plain PyTorch, of q, k, v, mask, bias and sinks.
     """
     (B, _, T, _), S = q.shape, k.shape[2]
     bottom_right = rules.alignment == "bottom_right"
@@ -274,12 +269,7 @@ def attention(
 def packed_attention(
     q: Tensor, k: Tensor, v: Tensor, layout: Layout, key_layout: Layout, rules: AttentionRules, formula: Formula | None
 ) -> Tensor:
-    """Run `functional.packed_attention` with the kernels.
-
-    Args:
-        q, k, v, layout, key_layout, rules: checked by `check_packed_attention`, which returned the rules.
-        formula: the op in plain PyTorch, a function of q, k, v, None, bias and sinks, for second derivatives.
-    """
+    """Run `functional.packed_attention` with the kernels; rules and formula as of `attention`."""
     T, S, batch = layout.max_length, key_layout.max_length, layout.batch
     bottom_right = rules.alignment == "bottom_right"
 

@@ -124,12 +124,7 @@ def _plan(layout: Layout, key_layout: Layout, heads: int, key_heads: int) -> Pla
 def packed_attention(
     q: Tensor, k: Tensor, v: Tensor, layout: Layout, key_layout: Layout, rules: AttentionRules
 ) -> Tensor:
-    """Compute attention within each of B packed sequences: q `[T, H, K]`, k and v `[S, Hkv, K]` -> `[T, H, Kv]`.
-
-    Args:
-        q, k, v, layout, key_layout: as in `functional.packed_attention`.
-        rules: from `check_packed_attention`.
-    """
+    """Compute `functional.packed_attention` with rules from `check_packed_attention`."""
     if compiling() or not layout.known:
         return _in_one_group(q, k, v, layout, key_layout, rules)
     (tokens, H, K), Hkv, Kv = q.shape, k.shape[1], v.shape[2]
@@ -158,10 +153,7 @@ def packed_attention(
 def _attend(q: Tensor, k: Tensor, v: Tensor, group: Group, same: bool, rules: AttentionRules) -> Tensor:
     """Attend within one group: q `[H, N, T, K]`, k and v `[Hkv, N, S, K]` -> `[H, N, T, Kv]`.
 
-    Args:
-        q, k, v, group: of the group.
-        same: whether queries and keys are of the same sequences.
-        rules: of the call.
+    same: whether queries and keys are of the same sequences.
     """
     (H, N, T), (Hkv, _, S) = q.shape[:3], k.shape[:3]
     by_start = rules.alignment == "top_left"

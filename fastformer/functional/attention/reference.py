@@ -36,16 +36,7 @@ def only_causal(rules: AttentionRules) -> bool:
 
 
 def attention(q: Tensor, k: Tensor, v: Tensor, rules: AttentionRules) -> Tensor:
-    """Compute softmax(scale * q k^T + mask) v (Vaswani et al. 2017, equation 1).
-
-    Args:
-        q: `[B, H, T, K]`.
-        k: `[B, Hkv, S, K]`; v: `[B, Hkv, S, Kv]`. Hkv divides H.
-        rules: from `check_attention`.
-
-    Returns:
-        `[B, H, T, Kv]`.
-    """
+    """Compute `functional.attention` with rules from `check_attention`."""
     return attention_over_zeros(*blank_padding(q, k, v, rules), rules)
 
 

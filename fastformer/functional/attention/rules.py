@@ -53,10 +53,6 @@ class AttentionRules:
 def allowed_positions(q: Tensor, k: Tensor, rules: AttentionRules) -> Tensor | None:
     """Combine causality, window, lengths and key mask into one bool mask, True = may attend.
 
-    Args:
-        q: `[B, H, T, K]`; k: `[B, Hkv, S, K]`.
-        rules: of the call; the mask is ignored.
-
     Returns:
         Broadcastable to `[B, 1, T, S]`; None if nothing is hidden.
     """
@@ -113,10 +109,6 @@ def open_dead_rows(mask: Tensor | None, allowed: Tensor | None) -> tuple[Tensor 
 
 def with_distances(q: Tensor, k: Tensor, rules: AttentionRules) -> Tensor | None:
     """Merge the mask of the rules with the bias by distance.
-
-    Args:
-        q: `[B, H, T, K]`; k: `[B, Hkv, S, K]`.
-        rules: of the call. A bias by distance is that of ALiBi (Press et al. 2022), or of T5 (Raffel et al. 2020).
 
     Returns:
         The mask itself if there is no bias, else an additive mask, broadcastable to `[B, H, T, S]`.

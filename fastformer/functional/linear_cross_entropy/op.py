@@ -67,7 +67,7 @@ def linear_cross_entropy(
     if runs_fused("linear_cross_entropy", x):
         loss = _fused((x, weight, bias), settings, rows)
     else:
-        loss = reference.linear_cross_entropy(x, weight, bias, *settings, rows)
+        loss = reference.linear_cross_entropy(x, weight, bias, *settings, rows=rows)
     if reduction == "mean":
         count = (target != ignore_index).sum()
         # As in torch: NaN if all targets are ignored, with gradients 0.
@@ -165,14 +165,8 @@ class LinearCrossEntropyRows(torch.autograd.Function):
 def _fused(tensors: tuple[Tensor | None, ...], settings: tuple[Tensor, int, float], rows: bool) -> Tensor:
     """Run the op with its kernels; return the loss of each row, fp32 `[M]`, or their sum.
 
-    Under autocast the logits have its dtype, as those of `F.linear`; losses are fp32. Ignored rows cost their share of
-    the matrix products, because skipping them needs their number on the host. A packed batch has none. A target that is
-    no class gives NaN.
-
-    Args:
-        tensors: x `[M, D]`, weight and bias.
-        settings: target, ignore_index and label smoothing.
-        rows: return the loss of each row.
+    Under autocast the logits have its dtype, as those of `F.linear`. Ignored rows cost their share of the matrix
+    products, because skipping them needs their number on the host. A target that is no class gives NaN.
     """
     formula = eager_formula(partial(_rows, settings), settings[0])
     tensors = to_autocast(*tensors)
@@ -185,4 +179,4 @@ def _fused(tensors: tuple[Tensor | None, ...], settings: tuple[Tensor, int, floa
 
 
 def _rows(settings: tuple[Tensor, int, float], x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    return reference.linear_cross_entropy(x, weight, bias, *settings, True)
+    return reference.linear_cross_entropy(x, weight, bias, *settings, rows=True)

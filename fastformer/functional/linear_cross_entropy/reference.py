@@ -216,27 +216,19 @@ class ChunkedCrossEntropy(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(
-        ctx: Any,
-        x: Tensor,
-        weight: Tensor,
-        bias: Tensor | None,
-        target: Tensor,
-        ignore_index: int,
-        label_smoothing: float,
-    ) -> Tensor:
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, target: Tensor, *settings: Any) -> Tensor:
         needs_grad = list(ctx.needs_input_grad[:3])
-        ctx.settings = ignore_index, label_smoothing
+        ctx.settings = settings
         ctx.one_chunk = any(needs_grad) and not compiling() and _fits_one_chunk(x, weight)
         if ctx.one_chunk:
             dlogits = _aligned(x.shape[0], weight.shape[0], weight.dtype, x.device)
-            losses = _chunk_(dlogits, x, weight, bias, target, ignore_index, label_smoothing, True)
+            losses = _chunk_(dlogits, x, weight, bias, target, *settings, wants_gradient=True)  # type: ignore[misc]
             ctx.save_for_backward(x, weight, bias, target, dlogits)
             return losses.sum()
-        run = _in_chunks_op if compiling() else _in_chunks
-        losses, *gradients = run(x, weight, bias, target, ignore_index, label_smoothing, needs_grad)
+        run: Any = _in_chunks_op if compiling() else _in_chunks
+        losses, *gradients = run(x, weight, bias, target, *settings, needs_grad)
         ctx.save_for_backward(x, weight, bias, target, *gradients)
-        return losses.sum()
+        return losses.sum()  # type: ignore[no-any-return]
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
@@ -261,21 +253,15 @@ class ChunkedCrossEntropy(torch.autograd.Function):
         return *scaled, None, None, None
 
 
-def linear_cross_entropy(
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    target: Tensor,
-    ignore_index: int,
-    label_smoothing: float,
-    rows: bool,
-) -> Tensor:
-    """Return the cross entropy of x weight^T + bias: x `[M, D]`, weight `[V, D]`, target `[M]`; the sum or rows."""
+def linear_cross_entropy(x: Tensor, weight: Tensor, bias: Tensor | None, *settings: Any, rows: bool) -> Tensor:
+    """Return the cross entropy of x weight^T + bias, x `[M, D]`, weight `[V, D]`: of each row, or the sum.
+
+    settings: target `[M]`, ignore_index and label smoothing.
+    """
     if autocasts(x):
         # Autocast does not cast inputs of custom Functions; it does cast those of F.linear inside.
         x, weight, bias = to_autocast(x, weight, bias)  # type: ignore[assignment]
     inputs = (x, weight) if bias is None else (x, weight, bias)
-    settings = target, ignore_index, label_smoothing
     trained = torch.is_grad_enabled() and any(t.requires_grad for t in inputs)
     # torch.func, forward mode and subclasses of Tensor need the plain formula.
     plain = transformed() or forward_ad._current_level >= 0 or torch.overrides.has_torch_function(inputs)
@@ -283,7 +269,7 @@ def linear_cross_entropy(
         losses = plain_loss(x, weight, bias, *settings)
         return losses if rows else losses.sum()
     if rows:
-        run = _in_chunks_op if compiling() else _in_chunks
-        return run(x, weight, bias, *settings, [False] * 3)[0]
+        run: Any = _in_chunks_op if compiling() else _in_chunks
+        return run(x, weight, bias, *settings, [False] * 3)[0]  # type: ignore[no-any-return]
     loss: Tensor = ChunkedCrossEntropy.apply(x, weight, bias, *settings)  # type: ignore[no-untyped-call]
     return loss

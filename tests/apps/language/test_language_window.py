@@ -7,7 +7,8 @@ import torch
 
 from fastformer.apps.language.sampling import LanguageState
 from tests.support.fused_op import needs_kernels
-from tests.support.language_task import TorchTwin, random_model
+from tests.support.language_task import random_model
+from tests.support.single_stack import TorchTwin
 
 PROMPTS = [[2, 5, 6, 7], [2], [2, 9, 10, 11, 12, 13, 14, 15, 16, 4, 5, 5, 8], [2, 8]]
 

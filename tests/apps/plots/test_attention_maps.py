@@ -11,9 +11,9 @@ from fastformer.apps.language.text_generator import TextGenerator, attend_text
 from fastformer.apps.plots.attention_maps import attend_ids
 from fastformer.apps.text import WordTokenizer
 from fastformer.packing import Layout
-from tests.apps.classification import test_classification
-from tests.support import translation_task
-from tests.support.language_task import TorchTwin, random_model
+from tests.support import single_stack, translation_task
+from tests.support.language_task import random_model
+from tests.support.single_stack import TorchTwin
 from tests.support.torch_recorders import weights_of
 from tests.support.translation_task import random_ids
 
@@ -37,8 +37,8 @@ def models_of(variant: str) -> list[tuple[nn.Module, nn.Module]]:
     language = random_model(3, **options)
     pairs = [(language, TorchTwin(language.config).copy(language))]
     for kind in (TokenClassifier, SequenceClassifier):
-        model = test_classification.random_model(kind, 3, **options)
-        pairs.append((model, test_classification.TorchTwin(model.config, kind).copy(model)))
+        model = single_stack.random_model(kind, 3, **options)
+        pairs.append((model, TorchTwin(model.config, kind).copy(model)))
     return pairs
 
 

@@ -69,13 +69,6 @@ def test_gradients_have_the_bits_of_autocast(changes, backend):
         assert torch.equal(x, y)
 
 
-@pytest.mark.parametrize(("changes", "processes"), [({"compile": "eager"}, 1), ({}, 2)])
-def test_compilers_and_several_processes_cast_on_their_own(changes, processes, monkeypatch):
-    monkeypatch.setattr("fastformer.apps.train.update.wrap", lambda step, *_: step)
-    config = TrainConfig(steps=1, precision="bf16", **changes)
-    assert Update(random_model(), LOSS, config, Processes(0, processes))._cast == []
-
-
 def clamp(module, given):
     for p in module.parameters():
         p.data.clamp_(-0.05, 0.05)

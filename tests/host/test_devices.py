@@ -75,13 +75,6 @@ def test_a_tensor_on_another_device_is_refused_by_name(op, name):
     assert isinstance(error.value, RuntimeError)
 
 
-def test_the_message():
-    with pytest.raises(DeviceError, match=r"^weight is on meta, x on cpu: all must be on one device$"):
-        functional.layer_norm(x, D, weight.to("meta"), bias)
-    with pytest.raises(DeviceError, match=r"^key_lengths is on meta, k on cpu: move it there or to the CPU$"):
-        functional.attention(dense, dense, dense, key_lengths=torch.tensor([T], device="meta"))
-
-
 @pytest.mark.parametrize(("op", "name"), GIVEN, ids=[IDS(*each) for each in GIVEN])
 @pytest.mark.parametrize("wrong", [None, [1.0], 3, torch.zeros(2).numpy()], ids=["None", "list", "int", "ndarray"])
 def test_what_is_no_tensor_is_refused_by_name(op, name, wrong):

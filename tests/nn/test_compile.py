@@ -10,15 +10,12 @@ Compilations are what dynamo records; a graph that it starts anew within one (as
 dynamic=True, of torch's modules too) counts once. With TORCH_LOGS=recompiles it says why there are more.
 """
 
-import dataclasses
-
 import pytest
 import torch
 from torch._dynamo.utils import clear_compilation_metrics, get_compilation_metrics
 
 import fastformer
 from fastformer import functional
-from fastformer.apps.language.model import LanguageModel
 from tests.support.closeness import assert_close, assert_same
 from tests.support.fused_calls import CALLS
 from tests.support.fused_calls import leaves as op_leaves
@@ -127,19 +124,6 @@ def test_sizes_of_one_are_graphs_of_their_own():
         given = case.inputs(*shape, torch.float32)
         assert_close(case.run(compiled, given), case.run(module, given))
     assert len(compilations()) == 3, compilations()
-
-
-@pytest.mark.slow
-def test_the_table_of_positions_may_grow_meanwhile():
-    """By batches that run without the compiler, as in validation."""
-    case = CASES["LanguageModel"]
-    module = LanguageModel(dataclasses.replace(case.pair()[0].config, positions="sinusoidal"))
-    compiled = torch.compile(module, fullgraph=True, backend="eager", dynamic=True)
-    for L in (5, 20, 60):
-        given = case.inputs(3, L, torch.float32)
-        assert_close(case.run(compiled, given), case.run(module, given))
-    assert module.embedding.table.shape[0] == 120
-    assert len(compilations()) == 1, compilations()
 
 
 @needs_kernels

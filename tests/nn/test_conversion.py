@@ -267,8 +267,3 @@ def test_revert_leaves_a_module_whose_forward_was_replaced_in_the_instance():
     assert [entry.name for entry in report.left] == ["self_attn"]
     assert type(model) is nn.TransformerEncoderLayer
     assert_close(model(x), expected)
-
-
-def test_norms_inside_a_part_of_your_own_stay_in_a_layer_of_ours():
-    layer = fastformer.TransformerEncoderLayer(D, H, FF, activation=nn.Sequential(nn.LayerNorm(FF)))
-    assert type(layer.activation[0]) is nn.LayerNorm

@@ -202,18 +202,6 @@ def test_nothing_but_padding(kind, batch):
     assert not any(x.any() for x in (out, *gradients(out, [*inputs, *ours.parameters()])))
 
 
-def test_targets_without_a_source_are_what_remains():
-    """A target whose source is empty attends to nothing: cross attention gives the output bias alone."""
-    ours, _ = twins("TransformerDecoder")
-    x, memory = random(1, T, D), random(1, S, D)
-    out = ours(x, memory, AHEAD, memory_key_padding_mask=torch.ones(1, S).bool())
-    alone = copy.deepcopy(ours)
-    with torch.no_grad():
-        for layer in alone.layers:
-            layer.multihead_attn.out_proj.weight.zero_()
-    assert_close(out, alone(x, memory, AHEAD))
-
-
 @pytest.mark.parametrize("batch_first", [True, False])
 @pytest.mark.parametrize("hooked", [False, True])
 def test_padding_of_minus_infinity_comes_out_as_zeros(hooked, batch_first):

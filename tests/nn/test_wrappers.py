@@ -177,9 +177,10 @@ def test_merged_adapters_of_attention_learn(kind: str, convert: bool) -> None:
 
 
 def sharded(rank: int, folder: str) -> None:
-    """Two processes, each with the same batch: gradients of sharded layers are those of one process."""
+    """Two processes, each with the same batch: gradients of sharded and of tensor-parallel layers are those of one."""
     from torch.distributed.fsdp import fully_shard
     from torch.distributed.tensor import DTensor
+    from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
     two_of_gloo(rank, folder)
     mesh = torch.distributed.init_device_mesh("cpu", (2,))
@@ -196,6 +197,14 @@ def sharded(rank: int, folder: str) -> None:
         assert_close(found, expected, roundings=1e3)
         model.stack.layers[0].register_forward_hook(lambda module, given, out: None)
         assert model.stack.obstacle() == "layers.0 has hooks"
+    for kind in ("encoder", "decoder"):
+        model = Model(kind)
+        fastformer.convert(model)
+        for layer in model.stack.layers:
+            parallelize_module(layer, mesh, {"linear1": ColwiseParallel(), "linear2": RowwiseParallel()})
+        found = [x.full_tensor() if isinstance(x, DTensor) else x for x in results(model)]
+        assert_close(found, results(Model(kind)), roundings=1e3)
+        assert model.stack.obstacle() == "layers.0.linear1 has hooks"
     leave(rank, folder)
 
 

@@ -15,7 +15,7 @@ from fastformer.functional.choice import DTYPES, is_torchs, runs_fused
 from fastformer.functional.dropout import drop
 from fastformer.functional.norms.fused import NAMES, DropoutAddNorm, Norm
 from fastformer.host.autograd_function import call, dropout_seed, eager_formula
-from fastformer.host.devices import check_probability, check_tensors
+from fastformer.host.devices import check_probability, check_tensors, check_types
 from fastformer.modes import autocast_on_gpu_has
 
 # Devices whose autocast runs a norm in float32. For RMS norm that depends on torch: not in 2.11, in 2.13.
@@ -94,6 +94,8 @@ def dropout_add_layer_norm(
     Returns:
         (norm(s), s). Pre-norm layers carry on with both, post-norm layers with the first.
     """
+    if type(residual) is not Tensor:
+        check_types(("residual",), residual)
     plain = partial(F.layer_norm, eps=eps)
     return _norm(True, plain, eps, x, residual, normalized_shape, weight, bias, dropout_p, dtype)
 
@@ -109,6 +111,8 @@ def dropout_add_rms_norm(
     dtype: torch.dtype | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Compute s = residual + dropout(x) and its RMS norm; arguments as of `dropout_add_layer_norm` and `rms_norm`."""
+    if type(residual) is not Tensor:
+        check_types(("residual",), residual)
     return _norm(False, *_rms(eps), x, residual, normalized_shape, weight, None, dropout_p, dtype)
 
 

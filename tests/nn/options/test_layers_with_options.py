@@ -182,21 +182,6 @@ def test_queries_keys_and_values_have_a_bias_of_their_own(bias, qkv_bias):
         close(attention(x, x, x)[0], theirs(x, x, x)[0])
 
 
-@pytest.mark.parametrize("norm", ["layer", "rms"])
-def test_a_transformer_of_such_layers(norm):
-    torch.manual_seed(0)
-    options = {"kv_heads": 2, "rotary": Rotary(), "norm": norm}
-    model = fastformer.Transformer(D, H, 2, 2, 48, 0.0, "reglu", batch_first=True, dtype=torch.float64, **options)
-    kinds = {type(part) for name, part in model.named_modules() if "norm" in name}
-    assert kinds == {fastformer.RMSNorm if norm == "rms" else fastformer.LayerNorm}
-    source, target, padding = batch(), batch(6), hidden("right")
-    given = {"src_key_padding_mask": padding, "memory_key_padding_mask": padding, "tgt_is_causal": True}
-    out = model(source, target, tgt_mask=ahead(6), **given)
-    model.encoder.padding_free = model.decoder.padding_free = False
-    close(out, model(source, target, tgt_mask=ahead(6), **given))
-    assert out.shape == target.shape
-
-
 def test_a_new_activation_alone():
     model = fastformer.Transformer(D, H, 1, 1, 48, activation="swiglu")
     assert model.encoder.layers[0].linear1.out_features == 96

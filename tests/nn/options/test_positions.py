@@ -1,7 +1,6 @@
 """Rotary tables and biases by distance, against what the papers write, number by number."""
 
 import math
-import pickle
 
 import pytest
 import torch
@@ -45,24 +44,6 @@ def test_llama_slows_slow_frequencies_alone():
     given = torch.tensor([2 * math.pi / x for x in wavelengths], dtype=torch.float64)
     expected = [1.0, 1.0, (1 - 1 / 3) / 8 + 1 / 3, 1 / 8, 1 / 8]
     torch.testing.assert_close(scaling.scale(given) / given, torch.tensor(expected, dtype=torch.float64))
-
-
-def test_tables_grow_by_doubling_and_are_made_once():
-    rotary = Rotary(theta=12_345.0)
-    like = torch.zeros(1)
-    first = rotary.tables(8, 100, like)
-    assert rotary.tables(8, 128, like)[0] is first[0]
-    assert rotary.tables(8, 129, like)[0].shape[0] == 256
-    assert pickle.loads(pickle.dumps(rotary)) == rotary
-    with torch.inference_mode():
-        made = Rotary(theta=54_321.0).tables(8, 4, like)[0]
-    assert not made.is_inference()
-
-
-def test_tables_of_a_transform_are_kept_from_others():
-    rotary, like = Rotary(theta=777.0), torch.zeros(1)
-    torch.func.vmap(lambda x: x * rotary.tables(8, 4, like)[0][0, 0])(torch.zeros(3))
-    assert not any(key[0] == rotary for key in tables._TABLES)
 
 
 def test_tables_of_a_graph_are_kept_from_others_and_those_it_reads_stay(monkeypatch):

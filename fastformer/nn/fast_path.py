@@ -17,9 +17,10 @@ from fastformer.functional.feed_forward.op import activate
 from fastformer.host.devices import autocasts
 from fastformer.modes import watched
 from fastformer.nn.inference_weights import PackedWeight
-from fastformer.nn.inspection import has_own_hooks, plain_parts
+from fastformer.nn.inspection import has_own_hooks
 from fastformer.nn.kv_write import KVWrite, LayerCache
 from fastformer.nn.modules import DROP_INS, activation_name
+from fastformer.nn.projections import OUT_PROJECTIONS
 from fastformer.nn.rotary import Positions
 
 
@@ -44,12 +45,15 @@ def _is_supported(layer: Any) -> bool:
         return False
     if len(layer.plain_parts()) != len(modules) - ("activation" in modules):
         return False
-    for attention in layer.attentions:
-        by_options = attention.has_sinks or attention.by_distance or attention.softcap is not None
-        added_keys = attention.bias_k is not None or attention.add_zero_attn
-        if by_options or added_keys or attention.training or not attention._qkv_same_embed_dim:
+    for name in ("self_attn", "multihead_attn"):
+        if (attention := modules.get(name)) is None:
+            continue
+        if attention.has_sinks or attention.by_distance or attention.softcap is not None or attention.training:
             return False
-        if len(attention._modules) > 1 or "out_proj" not in plain_parts(attention, attention.part_types):
+        if attention.bias_k is not None or attention.add_zero_attn or not attention._qkv_same_embed_dim:
+            return False
+        out_proj = attention._modules["out_proj"]
+        if len(attention._modules) > 1 or type(out_proj) not in OUT_PROJECTIONS or has_own_hooks(out_proj):
             return False
     return not any(child.training for child in modules.values() if type(child) is nn.Dropout)
 

@@ -17,7 +17,6 @@ from torch.nn.utils.parametrize import is_parametrized
 
 has_global_hooks: Callable[[], bool] = _has_any_global_hook  # whether torch calls hooks for all modules
 HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
-_CHANGES = (*HOOKS, "forward")  # attributes of an instance; accelerate sets its `forward`
 TOKEN_WISE: set[Any] = {
     nn.Linear, NonDynamicallyQuantizableLinear, nn.Dropout, nn.Identity, nn.LayerNorm, nn.RMSNorm, nn.ReLU, nn.GELU,
     nn.SiLU, nn.Mish, nn.ELU, nn.CELU, nn.SELU, nn.LeakyReLU, nn.ReLU6, nn.Tanh, nn.Sigmoid, nn.Softplus, nn.Hardswish,
@@ -29,8 +28,10 @@ _ATTENTIONS = ("self_attn", "multihead_attn")
 
 
 def has_own_hooks(module: nn.Module) -> bool:
-    """Return whether a module has hooks, or a `forward` in its instance."""
-    return any(map(module.__dict__.get, _CHANGES))
+    """Return whether a module has hooks, or a `forward` in its instance, as set by accelerate."""
+    state = module.__dict__
+    hooks = state.get("_forward_hooks") or state.get("_forward_pre_hooks") or state.get("_backward_hooks")
+    return bool(hooks or state.get("_backward_pre_hooks") or "forward" in state)
 
 
 def is_sharded(module: nn.Module) -> bool:
@@ -54,8 +55,10 @@ def plain_parts(module: nn.Module, types: Mapping[str, tuple[type[nn.Module], ..
     names: set[str] = set()
     for name, child in module._modules.items():
         if type(child) in types.get(name, ()):
-            state = child.__dict__
-            if not any(map(state.get, _CHANGES)) and len(state.get("normalized_shape", ())) < 2:
+            state = child.__dict__  # as in `has_own_hooks`, without a call for each child
+            hooks = state.get("_forward_hooks") or state.get("_forward_pre_hooks") or state.get("_backward_hooks")
+            changed = hooks or state.get("_backward_pre_hooks") or "forward" in state
+            if not changed and len(state.get("normalized_shape", ())) < 2:
                 names.add(name)
     return names
 

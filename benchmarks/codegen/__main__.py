@@ -1,7 +1,184 @@
-"""`python -m benchmarks.codegen`."""
+"""What the kernels compile to, without a GPU: registers, spills, shared memory, tensor core instructions.
 
+python -m benchmarks.codegen                                 # all cases on sm_80, sm_90, sm_100; a table; exit 1 if bad
+python -m benchmarks.codegen --arch 90 --only attention      # some of them
+python -m benchmarks.codegen --update                        # write what was found to budget.json
+python -m benchmarks.codegen --fresh                         # believe no record: compile all (`make codegen`)
+python -m benchmarks.codegen --ptxas PATH                    # limits with another ptxas (`make ptxas-13.5.37`)
+
+How it is found is in `compilation.py`. What this Triton version has compiled before, by the fingerprint that the
+budget file keeps beside the resources, is not compiled again: what was found then is held to the limits. Whatever goes
+into a compilation changes its fingerprint; that the records are true, only `--fresh` shows, which CI runs. The limits,
+and what is worse than before, are in `budget.py`.
+"""
+
+import argparse
+import fnmatch
+import os
 import sys
+from pathlib import Path
+from typing import Any, NoReturn
 
-from benchmarks.codegen.command import main
+from benchmarks.codegen.budget import BUDGET, broken_limits, compare, dump, entry, judge, read_budget, recorded
+from benchmarks.codegen.compilation import KNOWN, Row, compile_all, find_cases, fingerprint, record, target_of
+from benchmarks.codegen.reader import Resources
 
-sys.exit(main())
+DEFAULT = (80, 90, 100)
+HEADER = (
+    *("kernel", "case", "arch", "regs", "stack", "shared", "CTAs/SM"),
+    *("wgmma", "serialised", "async", "times", "loops", "options"),
+)
+
+
+def table(rows: list[Row], results: dict[str, Resources | str]) -> str:
+    """Write the rows as an aligned table; of each loop instructions/exponentials/cycles, as `checks/loops.py` says."""
+    lines: list[tuple[str, ...]] = [HEADER]
+    for row in rows:
+        result = results[row.name]
+        numbers: tuple[str, ...] = ("-",) * 9
+        if not isinstance(result, str):
+            serialised = ("SERIALISED" if result.serialised else "no") if result.wgmma and row.job.arch == 90 else "-"
+            numbers = (
+                *map(str, (result.registers, result.stack, result.shared, result.ctas)),
+                str(result.wgmma) if result.wgmma or result.other_dots else "-",
+                serialised,
+                str(result.async_copies),
+                f"{result.replication:g}" if result.replication > 1.0 else "-",
+                " ".join(
+                    f"{each.instructions:.0f}/{each.exponentials:.3g}/{each.mma_cycles:.0f}" for each in result.loops
+                )
+                or "-",
+            )
+        lines.append((row.kernel, row.case, target_of(row.job.arch), *numbers, row.configuration))
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)][:-1]
+    return "\n".join("  ".join([*map(str.ljust, line, widths), line[-1]]) for line in lines)
+
+
+def stop(message: str) -> NoReturn:
+    """End with the message, as `argparse` does for a bad argument."""
+    print(f"benchmarks.codegen: {message}", file=sys.stderr)
+    raise SystemExit(2)
+
+
+def section(title: str, lines: list[str]) -> None:
+    """Print lines under a title, or nothing if there are none."""
+    if lines:
+        print(f"\n{title}:", *lines, sep="\n  ")
+
+
+def _arch(text: str) -> int | str:
+    return int(text) if text.isdigit() else text
+
+
+def arguments(argv: list[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser("python -m benchmarks.codegen", description="Compile the kernels without a GPU.")
+    parser.add_argument("--arch", type=_arch, nargs="+", default=DEFAULT, help=" ".join(map(str, KNOWN)))
+    parser.add_argument("--only", default="", metavar="TEXT", help="rows whose kernel or case contains the text")
+    parser.add_argument("--update", action="store_true", help="write the budget of this Triton version")
+    parser.add_argument("--fresh", action="store_true", help="compile what the budget has a record of, too")
+    parser.add_argument("--ptxas", type=Path, help="the ptxas to compile with, instead of Triton's own")
+    parser.add_argument("--jobs", type=int, default=2, help="processes")
+    parser.add_argument("--cases", default="benchmarks.codegen.cases", help="the package of the cases")
+    parser.add_argument("--budget", type=Path, default=BUDGET, help="the budget file")
+    options = parser.parse_args(argv)
+    if unknown := [arch for arch in options.arch if arch not in KNOWN]:
+        parser.error(f"--arch {unknown[0]}: known are {', '.join(map(str, KNOWN))}")
+    if options.ptxas and not os.access(options.ptxas, os.X_OK):
+        parser.error(f"--ptxas {options.ptxas}: it must be a program")
+    if options.ptxas and options.update:
+        parser.error("--update with --ptxas: the budget is what Triton's own ptxas makes")
+    if options.jobs < 1:
+        parser.error(f"--jobs {options.jobs}: at least one process is needed")
+    return options
+
+
+def report(
+    rows: list[Row],
+    results: dict[str, Resources | str],
+    faults: list[str],
+    version: str,
+    options: argparse.Namespace,
+) -> int:
+    """Print the table and what is wrong, against the budget file, or write that; return the exit status."""
+    budget = read_budget(options.budget)
+    versions: dict[str, Any] = budget["triton"]
+    newest = max(versions, key=lambda name: [int(part) for part in name.split(".")], default=version)
+    against = version if version in versions else newest
+    here = {row.name for row in rows}
+    archs = [target_of(arch) for arch in options.arch]
+    gone = [
+        name
+        for name in versions.get(against, {})
+        if options.only in name and name not in here and name.split(" | ")[-1] in archs
+    ]
+    exceptions = [e for e in budget["exceptions"] if fnmatch.fnmatchcase(version, e.get("triton", "*"))]
+    broken, exempt = judge(rows, results, exceptions)
+    broken = faults + broken
+    differences = [f"{name}: in the budget, and no case asks for it" for name in gone]
+    differences += compare(rows, results, versions.get(against, {}))
+    listed = versions.get(version, {})
+    if stale := [row.name for row in rows if row.name in listed and row.key != listed[row.name].get("key")]:
+        differences.append(
+            f"{len(stale)} rows were recorded from other sources or by another ptxas, {stale[0]} for one"
+        )
+    print(table(rows, results))
+    if options.update:
+        kept = {name: value for name, value in versions.get(version, {}).items() if name not in gone}
+        found = {row.name: entry(row, result) for row in rows if isinstance(result := results[row.name], Resources)}
+        versions[version] = kept | found
+        options.budget.write_text(dump(budget))
+        print(f"\nWrote {len(found)} rows to {options.budget}")
+        differences = []
+    section("Exempt", exempt)
+    other = "" if against == version else ", which is another version: no failure"
+    section(f"Differences to the budget of Triton {against}{other}", differences)
+    section("Broken limits", broken)
+    print(f"\n{len(rows)} compilations: {len(broken)} broken limits, {len(differences)} differences to the budget")
+    if differences and not other:
+        print("If the differences are meant: python -m benchmarks.codegen --update")
+    return int(bool(broken) or bool(differences and not other))
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run the command; return its exit status: 0, 1 for a broken limit or a worse budget."""
+    options = arguments(argv)
+    if "triton" in sys.modules and os.environ.get("TRITON_INTERPRET", "0") != "0":
+        stop("Triton was imported with TRITON_INTERPRET set; this needs a process of its own")
+    os.environ.pop("TRITON_INTERPRET", None)  # read when kernels are defined: the interpreter's do not compile
+    if options.ptxas:  # of all architectures, in this process and in those that compile
+        os.environ["TRITON_PTXAS_PATH"] = os.environ["TRITON_PTXAS_BLACKWELL_PATH"] = str(options.ptxas.resolve())
+    try:
+        import triton
+    except ImportError:
+        stop("it needs Triton: pip install 'fastformer[triton]'")
+    version = triton.__version__.split("+")[0]
+    if options.ptxas:
+        version += f" with ptxas {triton.knobs.nvidia.ptxas.version}"
+
+    cases, faults = find_cases(options.cases)
+    rows: list[Row] = []
+    for arch in dict.fromkeys(options.arch):
+        rows_of_arch, raised = record(cases, arch)
+        rows, faults = rows + rows_of_arch, faults + raised
+    rows = [row for row in rows if any(options.only in text for text in (row.name, *row.cases))]
+    rows = [row._replace(key=fingerprint(row.job)) for row in rows]
+    faults = [fault for fault in faults if options.only in fault]
+    if not rows and not faults:
+        stop(f"no kernel and no case contains {options.only!r}; {options.cases} has {len(cases)} cases")
+    known = {} if options.fresh else recorded(rows, read_budget(options.budget)["triton"].get(version, {}))
+    rows.sort(key=lambda row: (row.kernel, row.case, target_of(row.job.arch)))
+    new = [row for row in rows if row.name not in known]
+    told = f"Triton {version}: {len(rows)} compilations for {len(cases)} cases, {len(known)} of them recorded"
+    print(told, file=sys.stderr, flush=True)
+
+    def tell(row: Row, result: Resources | str) -> None:
+        """Show a broken limit before the end, which may be minutes away."""
+        for _, text in broken_limits(row.job.arch, result):
+            print(f"{row.name}: {text}", file=sys.stderr, flush=True)
+
+    results = {**known, **compile_all(new, options.jobs, tell)}
+    return report(rows, results, faults, version, options)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

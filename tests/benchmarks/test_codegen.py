@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks.codegen import command
+from benchmarks.codegen import __main__ as command
 from benchmarks.codegen.budget import BUDGET, broken_limits, dump, recorded
 from benchmarks.codegen.checks.loops import Loop
 from benchmarks.codegen.compilation import Job, Row

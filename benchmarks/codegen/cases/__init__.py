@@ -1,5 +1,5 @@
-"""Every configuration that the launchers can choose, one file a file of kernels, for `python -m benchmarks.codegen`.
+"""Every configuration that the launchers can choose, for `python -m benchmarks.codegen`.
 
-A module has `cases()`, which yields pairs: the name of a configuration, and a function without arguments that calls
-launchers on meta tensors such that they choose it.
+A function NAME_cases() yields pairs: the name of a configuration, which becomes NAME/configuration, and a function
+without arguments that calls launchers on meta tensors such that they choose it.
 """

@@ -150,7 +150,7 @@ def in_tf32(call: Callable[[], object]) -> Callable[[], object]:
     return run
 
 
-def cases() -> Iterator[tuple[str, Callable[[], object]]]:
+def attention_cases() -> Iterator[tuple[str, Callable[[], object]]]:
     """Name and call of every configuration."""
     yield from cases_of("bfloat16", torch.bfloat16, FORWARD, BACKWARD)
     yield from cases_of("float32", torch.float32, SINGLE, SINGLE)

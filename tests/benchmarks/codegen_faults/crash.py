@@ -15,5 +15,5 @@ def crash_kernel(x_ptr):
     pass
 
 
-def cases():
+def crash_cases():
     yield "crash", lambda: crash_kernel[(1,)](torch.empty(1, device="meta"))

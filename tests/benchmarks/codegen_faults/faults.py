@@ -79,7 +79,7 @@ def _raise():
     raise ValueError("no such tile")
 
 
-def cases():
+def faults_cases():
     yield "sound", _product(64, 64, 64)
     yield "the same again", _product(64, 64, 64)
     yield "sound attention", _attention(64)

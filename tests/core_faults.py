@@ -12,15 +12,15 @@ from tests.kernels.mutations.fault import Fault
 
 PACK = "packing/test_packing.py::test_a_layout_says_where_each_token_lies_and_packing_moves_each_once"
 VALUES = "functional/test_attention.py::test_values_and_gradients_are_those_of_the_formula"
-DEAD = "functional/test_attention.py::test_a_dead_query_moves_nothing"
+DEAD = "functional/test_attention.py::test_a_query_without_keys_gives_zero_and_changes_no_gradient"
 BLANK = "nn/test_padding_values.py::test_attention"
-ALONE = "functional/test_packed_attention.py::test_equals_each_sequence_alone"
+ALONE = "functional/test_packed_attention.py::test_packed_attention_equals_each_sequence_alone"
 LOSS = "functional/test_linear_cross_entropy.py::test_values_and_gradients_are_those_of_the_formula"
 FORWARD = "functional/test_feed_forward.py::test_values_and_gradients_are_those_of_the_formula"
-OBSTACLE = "nn/test_padding_free_obstacles.py::test_a_part_that_may_look_at_a_whole_batch_gets_it"
+OBSTACLE = "nn/test_padding_free_obstacles.py::test_a_module_that_may_mix_tokens_gets_the_padded_batch"
 HOOKS = "nn/test_layers.py::test_hooks_and_replaced_methods_are_called"
-ORDER = "nn/cache/test_steps.py::test_any_order_of_operations"
-CHANGED = "nn/cache/test_fast_path.py::test_a_modified_layer_between_two_steps"
+ORDER = "nn/cache/test_steps.py::test_random_orders_of_steps_and_changes_of_rows"
+CHANGED = "nn/cache/test_fast_path.py::test_a_layer_that_is_modified_between_two_steps"
 LATER = "nn/options/test_options_set_later.py::"
 ATTENTION = "nn/test_multihead_attention.py::"
 CHECKPOINTS = "apps/train/test_train_checkpoints.py::"
@@ -46,12 +46,12 @@ ROWS: dict[str, list[tuple[str, str, str]]] = {
          "nn/options/test_layers_with_options.py::"
          "test_packed_sequences_with_gaps_are_refused_where_positions_count"),
         ("self.columns, 1) == self.positions).all()", "self.columns, 1) == self.positions).any()",
-         LATER + "test_packed_tokens_of_rows_with_padding_on_the_left_do_not_attend_across_by_position"),
+         LATER + "test_packed_cross_attention_by_position_refuses_padding_on_the_left"),
         ("if cached_other is not other:", "if key not in self._memory:",
          "packing/test_packing.py::test_a_layout_forgets_other_layouts_and_is_freed_at_once"),
         ("torch.int64, copy=True)", "torch.int64)",
-         "functional/test_kept_tensors.py::test_a_layout_has_lengths_of_its_own"),
-        ("if total > MOST_TOKENS:", "if False:", "packing/test_packing.py::test_other_lengths_are_refused_by_name"),
+         "functional/test_kept_tensors.py::test_a_layout_copies_its_lengths"),
+        ("if total > MOST_TOKENS:", "if False:", "packing/test_packing.py::test_wrong_lengths_are_refused_by_name"),
     ],
     "functional/attention/rules": [
         ("[..., :T, :].flip(-2)", "[..., :T, :]", VALUES),
@@ -167,13 +167,13 @@ ROWS: dict[str, list[tuple[str, str, str]]] = {
         ("one.dtype == other.dtype and ", "",
          "nn/test_padding_free.py::test_a_bias_of_ones_is_not_the_padding_mask_of_the_source"),
         (" or (from_start and not layout.starts_rows)", "",
-         LATER + "test_positions_across_are_those_of_the_columns"),
+         LATER + "test_cross_attention_counts_positions_in_columns"),
         ("(counts_positions and layout.has_gaps) or ", "",
          "nn/options/test_layers_with_options.py::test_padding_changes_nothing"),
     ],
     "nn/cache": [
         ("x[:, :, first:last].masked_fill_(forgotten[:, None, :, None], 0.0)", "pass",
-         "nn/cache/test_fast_path.py::test_what_a_row_forgot_hides_no_nan"),
+         "nn/cache/test_fast_path.py::test_nan_in_cropped_tokens_reaches_no_output"),
         ("written += [x for layer_cache in self.layers for x in layer_cache.memory or ()]", "pass", ORDER),
         ("memory_lengths = memory_lengths.index_select(0, chosen)", "pass", ORDER),
         ("count if layout is None else layout.lengths", "count", ORDER),
@@ -210,10 +210,10 @@ ROWS: dict[str, list[tuple[str, str, str]]] = {
     ],
     "nn/conversion": [
         ('module.__dict__.pop("padding_free", None)', "pass",
-         "nn/test_conversion.py::test_the_model_itself_changes_and_changes_back_completely"),
+         "nn/test_conversion.py::test_convert_changes_a_model_in_place_and_revert_undoes_it"),
         ("if parametrize.is_parametrized(module):", "if False:",
          "nn/test_conversion.py::"
-         "test_a_module_that_may_do_something_else_stays_and_is_reported"),
+         "test_modules_that_convert_leaves_are_reported"),
         ('elif "forward" in module.__dict__:', "elif False:",
          "nn/test_conversion.py::"
          "test_revert_leaves_a_module_whose_forward_was_replaced_in_the_instance"),

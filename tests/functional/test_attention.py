@@ -135,7 +135,7 @@ def test_empty_sizes_give_empty_or_zero(op, sizes, rules, alignment):
 
 
 @both_ops
-def test_a_dead_query_moves_nothing(op):
+def test_a_query_without_keys_gives_zero_and_changes_no_gradient(op):
     """A query without keys: output and gradient 0, and the gradients of keys and values are those without it."""
     q, k, v = random(1, 1, 2, 4), random(1, 1, 3, 4), random(1, 1, 3, 4)
     mask = torch.tensor([[True, False, True], [False, False, False]])
@@ -146,7 +146,7 @@ def test_a_dead_query_moves_nothing(op):
     assert not any(x.any() for x in gradients(out, [q, k, v]))
 
 
-def test_as_many_queries_as_keys_but_not_in_each_sequence():
+def test_equal_totals_of_queries_and_keys_with_unequal_lengths():
     x = [random(2, 2, 5, 4) for _ in range(3)]
     rules = {"query_lengths": torch.tensor([5, 3]), "key_lengths": torch.tensor([2, 5])}
     for more in ({"causal": True}, {"window": (1, 1)}, {"causal": True, "key_lengths": None}):

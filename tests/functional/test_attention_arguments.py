@@ -79,7 +79,7 @@ GIVEN = {
     [(op, *case) for op in GIVEN for case in [*SHARED, *(PACKED if op is packed_attention else PADDED)]],
     ids=lambda x: x if isinstance(x, str) else getattr(x, "__name__", ""),
 )
-def test_what_is_wrong_is_said_by_name(op, arguments, error, message):
+def test_errors_name_the_argument(op, arguments, error, message):
     with pytest.raises(error, match=re.escape(message)):
         op(**GIVEN[op] | arguments)
 

@@ -30,7 +30,7 @@ def test_decisions_are_independent():
         assert abs((keep * other).mean().item()) < 5 * 0.25 / math.sqrt(n)
 
 
-def test_it_repeats_under_a_seed_and_lets_everything_or_nothing_through():
+def test_dropout_repeats_under_a_seed_and_takes_0_and_1():
     x = random(7, 5)
     torch.manual_seed(1)
     first = dropout(x, 0.5)

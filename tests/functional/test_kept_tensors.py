@@ -16,14 +16,14 @@ B, H, T, K = 2, 2, 12, 8
 
 
 @pytest.mark.parametrize("make", [torch.tensor, np.array], ids=["tensor", "array"])
-def test_a_layout_has_lengths_of_its_own(make):
+def test_a_layout_copies_its_lengths(make):
     given = make([5, 2, 4])
     layout = Layout.from_lengths(given)
     given[0] = 1
     assert layout.lengths.tolist() == [5, 2, 4]
 
 
-def test_a_layout_lends_no_mask():
+def test_changing_the_mask_of_a_layout_does_not_change_the_layout():
     layout = Layout.from_lengths([3, 1])
     layout.mask().logical_not_()
     assert layout.mask().tolist() == [[True, True, True], [True, False, False]]
@@ -72,7 +72,7 @@ def test_a_layer_that_is_computed_again_notices_a_change_of_its_mask(way):
         out.sum().backward()
 
 
-def test_calls_leave_nothing_behind():
+def test_calls_keep_no_tensors():
     """However many they are, and whatever their sizes: what is remembered goes with what it was made of."""
     layer = fastformer.TransformerEncoderLayer(K, H, K, 0.1, batch_first=True)
     model = fastformer.TransformerEncoder(layer, 1)

@@ -106,7 +106,7 @@ def test_ignored_rows_add_nothing_to_the_loss_and_the_gradients():
     assert_same(linear_cross_entropy(x, weight, target), alone, [x, weight])
 
 
-def test_nothing_to_count():
+def test_a_loss_without_targets():
     """As torch: a mean over no target is not a number, a sum is zero; gradients of both are zero."""
     x, weight = random(2, 3), random(4, 3)
     target = torch.full((2,), -100)

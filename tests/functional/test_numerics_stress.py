@@ -117,7 +117,7 @@ BY_ROW = {
 
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
 @pytest.mark.parametrize("op", BY_ROW)
-def test_a_row_that_is_not_finite_stays_alone(op: str, value: float, any_backend: str) -> None:
+def test_a_row_that_is_not_finite_changes_no_other_row(op: str, value: float, any_backend: str) -> None:
     """Bitwise: outputs and gradients of all others are those of a finite batch; this one is NaN where torch's is."""
     n, row = 6, 2
     for changed in range(BY_ROW[op]):
@@ -141,7 +141,7 @@ def test_a_row_that_is_not_finite_stays_alone(op: str, value: float, any_backend
 @pytest.mark.slow
 @pytest.mark.parametrize("value", [math.nan, math.inf])
 @pytest.mark.parametrize("causal", [False, True])
-def test_a_packed_sequence_that_is_not_finite_stays_alone(value: float, causal: bool, any_backend: str) -> None:
+def test_a_packed_sequence_that_is_not_finite_changes_no_other(value: float, causal: bool, any_backend: str) -> None:
     """Each sequence in its turn, beside an empty one: the others are bitwise what they were, forward and backward.
 
     Its own output is not finite where v is not; of scores that are NaN torch's attention on a CPU makes 0.

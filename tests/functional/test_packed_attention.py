@@ -66,7 +66,7 @@ def groups(request, monkeypatch):
 @pytest.mark.parametrize("rules", RULES, ids=str)
 @pytest.mark.parametrize("kind", ["self", "cross"])
 @pytest.mark.usefixtures("groups")
-def test_equals_each_sequence_alone(name, kv_heads, rules, kind):
+def test_packed_attention_equals_each_sequence_alone(name, kv_heads, rules, kind):
     layouts = [Layout.from_lengths(LENGTHS[name][side]) for side in (0, 0 if kind == "self" else 1)]
     inputs = [random(layouts[0].total, 4, 3), *(random(layouts[1].total, kv_heads, width) for width in (3, 2))]
     learnt = {name: shape for name, shape in {"distance_bias": (4, 2 * 71 - 1), "sinks": (4,)}.items() if name in rules}
@@ -130,7 +130,7 @@ def test_dropout_rate_and_scale(longest):
 
 @pytest.mark.parametrize("lengths", [[2, 2], [2, 1], [70, 70]], ids=str)
 @pytest.mark.parametrize("sizes", [(0, 3), (3, 0), (3, 3)], ids=str)
-def test_the_form_of_the_output_is_that_of_all_batches(lengths, sizes):
+def test_the_output_is_contiguous_and_writable(lengths, sizes):
     layout = Layout.from_lengths(lengths)
     q, k, v = (random(layout.total, 2, size) for size in (sizes[0], sizes[0], sizes[1]))
     out = packed_attention(q, k, v, layout, scale=0.6)

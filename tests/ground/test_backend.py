@@ -109,7 +109,7 @@ def test_an_interpreter_that_numpy_is_too_new_for_is_named(triton, numpy, runs, 
         assert choice.unsupported("rotary", X) == (None if runs else f"rotary {fault}")
 
 
-def test_modules_obey_too():
+def test_modules_use_the_chosen_backend():
     module = fastformer.TransformerEncoderLayer(4, 2, 8).double()
     with fastformer.backend("triton"), pytest.raises(RuntimeError, match="triton"):
         module(torch.randn(3, 2, 4).double())

@@ -41,7 +41,7 @@ OPS = {
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("name", OPS)
-def test_errors_are_of_its_size(name, dtype):
+def test_errors_are_about_as_large_as_the_noise(name, dtype):
     op, shapes = OPS[name]
     for error, expected in zip(*errors(op, [random(*shape) for shape in shapes], dtype), strict=True):
         assert expected > 0
@@ -49,20 +49,20 @@ def test_errors_are_of_its_size(name, dtype):
 
 
 @pytest.mark.parametrize("name", [name for name in OPS if name not in ("one number", "many terms")])
-def test_it_is_no_larger_than_it_needs_to_be(name):
+def test_noise_is_no_larger_than_needed(name):
     """A tenth of it would be too little for right computations, were it a tolerance."""
     op, shapes = OPS[name]
     found, expected = errors(op, [random(*shape) for shape in shapes], torch.float32)
     assert max(e / n for e, n in zip(found, expected, strict=True)) > 0.1
 
 
-def test_what_moves_numbers_only_has_none():
+def test_moving_numbers_has_no_noise():
     x = random(3, 4)
     exact = [x.t(), x[1:].expand(5, 2, 4)]
     assert noise(lambda: [x.t(), x[1:].expand(5, 2, 4)], exact, torch.float32) == [0.0, 0.0]
 
 
-def test_what_is_written_in_place_is_rounded_too():
+def test_results_written_in_place_are_rounded():
     x, y = random(5, 4).detach(), random(5, 4).detach()
 
     def run():
@@ -72,7 +72,7 @@ def test_what_is_written_in_place_is_rounded_too():
         assert 1e-4 < found / largest.abs().max() < 1e-2
 
 
-def test_what_hides_subtractions_is_written_out():
+def test_ops_that_hide_subtractions_are_decomposed():
     """The installed torch has the formulas, those too that its modules take on GPUs only."""
     for name in ("gelu", "_softmax_backward_data", "native_layer_norm_backward", "_fused_rms_norm_backward"):
         assert getattr(_aten, name).default in _WRITTEN_OUT

@@ -100,7 +100,7 @@ def penalises_gradients(model, batch):
         (penalises_gradients, "", None),
     ],
 )
-def test_hooks_that_write_weights_and_losses_of_a_users_own_meet_parameters_as_they_are(loss, place, write):
+def test_hooks_and_losses_of_users_see_the_parameters(loss, place, write):
     """Against autocast's own casts: parameters written to through `.data`, frozen, differentiated twice."""
     torch.manual_seed(0)
     model = random_model().train().to(DEVICE)
@@ -116,7 +116,7 @@ def test_hooks_that_write_weights_and_losses_of_a_users_own_meet_parameters_as_t
         assert (p.grad is q.grad is None) or torch.equal(p.grad, q.grad)
 
 
-def test_who_gets_a_copy():
+def test_only_cast_parameters_get_a_copy():
     weight, frozen = torch.nn.Parameter(torch.randn(4, device=DEVICE)), torch.randn(4, device=DEVICE)
     others = []
     with autocast(), cast_together([weight, frozen], BF16):

@@ -77,7 +77,7 @@ def test_a_tensor_on_another_device_is_refused_by_name(op, name):
 
 @pytest.mark.parametrize(("op", "name"), GIVEN, ids=[IDS(*each) for each in GIVEN])
 @pytest.mark.parametrize("wrong", [None, [1.0], 3, torch.zeros(2).numpy()], ids=["None", "list", "int", "ndarray"])
-def test_what_is_no_tensor_is_refused_by_name(op, name, wrong):
+def test_an_argument_that_is_no_tensor_is_named(op, name, wrong):
     if wrong is None and (name in OPTIONAL or (name == "weight" and "normalized_shape" in CALLS[op])):
         pytest.skip("None is allowed")
     error = ValueError if wrong is None and (op, name) in EITHER else TypeError

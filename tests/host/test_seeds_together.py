@@ -47,7 +47,7 @@ def test_seeds_are_distinct_drawn_at_once_and_follow_manual_seed(monkeypatch):
 
 @needs_kernels
 @pytest.mark.parametrize("reentrant", [False, True])
-def test_what_is_computed_again_drops_the_same(reentrant):
+def test_recomputation_drops_the_same_elements(reentrant):
     """The gradient of dropout(x) is 0 where dropout made 0: of another mask it would not be."""
     ones = torch.ones(8, 32, device=DEVICE)
 
@@ -66,7 +66,7 @@ def test_what_is_computed_again_drops_the_same(reentrant):
 
 @needs_kernels
 @pytest.mark.parametrize("together", [False, True])
-def test_a_loss_that_seeds_twice_drops_the_same_twice(together):
+def test_a_loss_that_seeds_twice_draws_the_same_dropout_twice(together):
     differences = []
 
     def loss(model, batch):

@@ -51,7 +51,7 @@ def test_several_rows_of_sequences(name, packed_calls):
 
 
 @pytest.mark.parametrize("name", ["llama", "llama4_text", "falcon_h1", "lfm2", "t5gemma"])
-def test_what_cannot_be_kept_apart_raises(name):
+def test_flattened_batches_that_cannot_be_separated_raise(name):
     """Attention weights, chunks, layers that mix tokens outside attention, a decoder."""
     model = tiny(name) if name == "llama" else survey.build(name, "fastformer", torch.float32)
     asked = {"output_attentions": True} if name == "llama" else {}
@@ -99,7 +99,7 @@ def test_compiled_sequences_are_kept_apart(name):
     assert_close(compiled(**inputs).logits, expected, ROUNDINGS)
 
 
-def test_sequences_that_nothing_keeps_apart_raise():
+def test_flattened_batches_without_position_ids_raise():
     inputs = {**collated(), "cu_seq_lens_q": torch.tensor([0, 4, 5, 8, 10]), "use_cache": False}
     tiny("llama")(**inputs)
     inputs["position_ids"] = None

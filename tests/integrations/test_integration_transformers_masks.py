@@ -184,7 +184,7 @@ def test_without_a_mask_the_layer_says_whether_it_is_causal():
         ({"mask": mask_rules(B, 4, 5)}, "attention_mask is for 4 queries and 5 keys, not for 4 and 4"),
     ],
 )
-def test_what_cannot_be_said_raises(arguments, message):
+def test_arguments_that_no_rule_expresses_raise(arguments, message):
     with pytest.raises(ValueError, match=message):
         forward(**arguments)
 

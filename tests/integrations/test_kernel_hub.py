@@ -118,7 +118,7 @@ def test_relative_imports(place, source, expected):
     assert relative_imports(source, Path(place)) == expected
 
 
-def test_what_cannot_be_written(variant, tmp_path, capsys):
+def test_a_hub_folder_that_cannot_be_written_is_refused(variant, tmp_path, capsys):
     with pytest.raises(ValueError, match=r"a\.py:1: `import fastformer\.nn` cannot be relative"):
         relative_imports("import fastformer.nn\n", Path("a.py"))
     with pytest.raises(ValueError, match="version must be at least 1, not 0"):

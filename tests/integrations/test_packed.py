@@ -218,7 +218,7 @@ def with_a_hook(module: nn.Module) -> None:
 
 @pytest.mark.parametrize("order", ["before", "after"])
 @pytest.mark.parametrize("change", [shift, of_another_class, with_a_hook])
-def test_what_is_put_into_a_model_sees_batches(change, order, packed_calls):
+def test_replaced_modules_and_hooks_see_padded_batches(change, order, packed_calls):
     results, inputs = [], batch("llama", "right")
     for pack in (False, True):
         model = tiny("llama", "eager")
@@ -259,7 +259,7 @@ def test_a_part_that_is_declared_token_wise(monkeypatch, packed_calls):
     assert len(packed_calls) == 2
 
 
-def test_a_model_of_ones_own(packed_calls):
+def test_a_subclass_of_a_user_runs_padded(packed_calls):
     class Mine(BertModel):
         pass
 
@@ -298,7 +298,7 @@ def test_copies_run_packed_and_can_be_undone(name, before, way, packed_calls):
 
 
 @pytest.mark.parametrize(("name", "before"), [("marian", "sdpa"), ("t5", "sdpa"), ("mpnet", "eager")])
-def test_undone_it_is_what_it_was(name, before, packed_calls):
+def test_padded_undoes_padding_free(name, before, packed_calls):
     model, untouched = tiny(name, before), tiny(name, before)
     padding_free(model)
     report = padding_free(model)  # twice is once
@@ -352,7 +352,7 @@ def test_checkpointed_activations_of_layers_that_differ(name):
 
 
 @pytest.mark.parametrize("name", ["gemma4_text", "gemma3n_text", "qwen2_vl"])
-def test_generation_of_such(name):
+def test_generation_of_models_with_special_layers(name):
     auto = transformers.AutoModelForImageTextToText if name == "qwen2_vl" else transformers.AutoModelForCausalLM
     settings, results = {"max_new_tokens": 5, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}, []
     for pack in (False, True):
@@ -377,7 +377,7 @@ def test_checkpointed_activations_and_attention_weights(name):
     assert_as_eager(name, inputs, lambda model: checkpoint(without_dropout(model)))
 
 
-def test_saved_and_loaded_it_is_an_ordinary_model(tmp_path, packed_calls):
+def test_a_saved_model_loads_as_an_ordinary_one(tmp_path, packed_calls):
     model = tiny("bert", "sdpa")
     padding_free(model)
     model.save_pretrained(tmp_path)

@@ -23,7 +23,7 @@ PART = (
 
 @pytest.mark.skipif(transformers.__version__ != RECORD["transformers"], reason="the record is of another transformers")
 @pytest.mark.parametrize("name", PART)
-def test_what_is_recorded_of_a_type_is_found_again(name):
+def test_a_surveyed_type_gives_its_record(name):
     assert survey.outcome(name) == RECORD["types"][name]
 
 
@@ -42,7 +42,7 @@ def test_the_page_says_what_the_record_says():
     assert survey.PAGE.read_text(encoding="utf-8") == survey.page(RECORD)
 
 
-def test_a_wrong_number_is_found(monkeypatch):
+def test_the_survey_finds_wrong_numbers(monkeypatch):
     """The survey sees tokens that are packed in the wrong order."""
     from fastformer.integrations.transformers import entry
 
@@ -52,7 +52,7 @@ def test_a_wrong_number_is_found(monkeypatch):
     assert "outputs differs by" in found["reason"]
 
 
-def test_a_wrong_attention_is_an_error(monkeypatch):
+def test_the_survey_raises_for_wrong_attention(monkeypatch):
     from fastformer import functional
 
     attention = functional.attention

@@ -119,7 +119,7 @@ def test_small_losses_of_large_logits(smoothing, trained, triton_backend):
     assert_close(torch.stack(totals).detach() / exact[:-1].float(), torch.ones(len(totals), device=DEVICE), 2 * 100 + 8)
 
 
-def test_nothing_to_count(triton_backend):
+def test_a_loss_without_targets(triton_backend):
     x, weight, _ = leaves(2, 3, 4)
     target = torch.full((2,), IGNORED, device=DEVICE)
     assert linear_cross_entropy(x, weight, target).isnan()

@@ -92,7 +92,7 @@ def test_a_model_computes_the_same_and_keeps_its_parameters_and_names():
         lambda: nn.Transformer(D, H, 1, 1, FF),
     ],
 )
-def test_the_model_itself_changes_and_changes_back_completely(make):
+def test_convert_changes_a_model_in_place_and_revert_undoes_it(make):
     model = make().eval()
     before = {name: (type(m), dict(m.__dict__)) for name, m in model.named_modules()}
     report = fastformer.convert(model, padding_free=False)
@@ -138,7 +138,7 @@ def encoder(library=nn):
     return library.TransformerEncoder(library.TransformerEncoderLayer(D, H, FF, 0.0, batch_first=True), 2)
 
 
-def test_stacks_skip_padding_or_the_report_says_why_not():
+def test_the_report_says_why_a_stack_runs_padded():
     ours = encoder(fastformer)
     model, x = nn.ModuleDict({"one": encoder(), "ours": ours}), torch.randn(B, S, D)
     assert not fastformer.convert(model).padded
@@ -197,7 +197,7 @@ def replaced(module):
         (lambda: torch.jit.script(nn.LayerNorm(D)), "scripted"),
     ],
 )
-def test_a_module_that_may_do_something_else_stays_and_is_reported(make, reason):
+def test_modules_that_convert_leaves_are_reported(make, reason):
     module = make()
     model, x = nn.ModuleDict({"norm": nn.LayerNorm(D), "own": module}), torch.randn(B, D)
     kind, expected = type(module), module(x)
@@ -243,7 +243,7 @@ def test_hooks_of_every_kind_go_on_being_called(kind):
     assert calls == before
 
 
-def test_a_class_that_changed_since_stays_until_that_is_undone():
+def test_revert_leaves_a_module_whose_class_changed():
     model = nn.Sequential(nn.LayerNorm(D), nn.RMSNorm(D))
     fastformer.convert(model)
     nn.utils.parametrize.register_parametrization(model[0], "weight", nn.Softplus())

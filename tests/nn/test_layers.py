@@ -94,7 +94,7 @@ def test_dropout_is_applied_where_torch_applies_it(kind, norm_first):
 
 
 @pytest.mark.parametrize("part", ["all but attention", "dropout", "dropout1", "dropout2"])
-def test_a_part_that_trains_alone_drops_out_of_few_tokens_too(part):
+def test_dropout_of_one_submodule_in_training_mode(part):
     layer = fastformer.TransformerEncoderLayer(16, 4, 32, dropout=0.5, batch_first=True).eval()
     if part == "all but attention":
         layer.train().self_attn.eval()

@@ -91,7 +91,7 @@ def test_every_bias_that_broadcasts(M: int, D: int, K: int) -> None:
 @torch.no_grad()
 @pytest.mark.parametrize("value", [math.nan, math.inf])
 @pytest.mark.parametrize("M", [2, 5])
-def test_what_is_no_number_stays_in_its_row(value: float, M: int) -> None:
+def test_nan_and_inf_stay_in_their_row(value: float, M: int) -> None:
     values, x = torch.randn(6, 9), torch.randn(M, 9)
     x[1, 3] = value
     found = F.linear(x, packed(values))
@@ -161,7 +161,7 @@ class Doubled(nn.Linear):
         return 2.0 * super().forward(input)
 
 
-def test_what_stays() -> None:
+def test_modules_that_pack_weights_leaves_alone() -> None:
     """A subclass; a parametrised layer; norms, embeddings, torch's attention; other dtypes; what is packed already."""
     parametrised = torch.nn.utils.parametrizations.weight_norm(nn.Linear(3, 3))
     others = nn.Linear(3, 2, dtype=torch.float64), nn.Linear(3, 2, device="meta"), nn.MultiheadAttention(4, 2)

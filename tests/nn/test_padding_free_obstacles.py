@@ -21,7 +21,7 @@ pytestmark = [
 
 
 @pytest.mark.parametrize("kind", STACKS)
-def test_a_switch_for_a_call_a_stack_and_all_stacks(kind, monkeypatch, tokens_seen):
+def test_padding_free_can_be_set_for_a_call_a_stack_and_all_stacks(kind, monkeypatch, tokens_seen):
     ours, torchs = twins(kind)
     x = inputs_for(kind)
     mask = {"src_key_padding_mask" if "Encoder" in kind else "tgt_key_padding_mask": PADDING["right"][0]}
@@ -72,7 +72,7 @@ CHANGES = {
 
 
 @pytest.mark.parametrize("reason", CHANGES)
-def test_a_part_that_may_look_at_a_whole_batch_gets_it(reason, tokens_seen):
+def test_a_module_that_may_mix_tokens_gets_the_padded_batch(reason, tokens_seen):
     ours, torchs = twins("TransformerEncoder", norm_first=True)
     assert ours.obstacle() is None
     CHANGES[reason](ours.layers[1])
@@ -88,7 +88,7 @@ class OwnDecoderLayer(fastformer.TransformerDecoderLayer):
         return x
 
 
-def test_a_layer_or_norm_of_another_kind_gets_the_whole_batch():
+def test_a_foreign_layer_or_norm_gets_the_padded_batch():
     class Own(fastformer.TransformerEncoderLayer):
         def forward(self, src, **masks):
             return super().forward(src, **masks).flip(1)
@@ -148,7 +148,7 @@ def test_custom_stacks_are_called_as_torch_calls_them():
 @pytest.mark.parametrize("batch_first", [True, False])
 @pytest.mark.parametrize("kind", STACKS)
 @pytest.mark.parametrize("where", ["stack", "layer", "attention"])
-def test_packed_sequences_reach_what_watches_them(where, kind, batch_first):
+def test_hooks_see_padded_batches_when_packed_is_called(where, kind, batch_first):
     ours, _ = twins(kind, batch_first=batch_first)
     part = {"stack": ours, "layer": ours.layers[1], "attention": ours.layers[1].self_attn}[where]
     layout = Layout.from_lengths([3, 5, 0])

@@ -141,7 +141,7 @@ def test_weights_are_those_of_torchs_layers(batch_first, norm_first):
     assert_same(out, ours.decoder(target, memory, **masks), ours.decoder.parameters())
 
 
-def test_need_weights_refuses_what_it_would_not_call():
+def test_need_weights_refuses_hooks_and_stacks_without_layers():
     ours, _ = twins("TransformerEncoder")
     x = random(B, S, D)
     with pytest.raises(ValueError, match="need_weights takes padded batches, not nested tensors"):

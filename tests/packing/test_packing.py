@@ -44,7 +44,7 @@ WRONG = {
 
 
 @pytest.mark.parametrize("case", WRONG)
-def test_other_lengths_are_refused_by_name(case):
+def test_wrong_lengths_are_refused_by_name(case):
     given, error, words = WRONG[case]
     with pytest.raises(error, match=f"^lengths {words}"):
         Layout.from_lengths(given)

@@ -1,4 +1,4 @@
-"""The floors: a file imports only from floors below it, and the package itself is light to import."""
+"""A file imports only from layers of imports below its own, and the package itself is light to import."""
 
 import ast
 import re
@@ -13,8 +13,8 @@ from tests.support.python import ROOT, python
 PACKAGE = ROOT / "fastformer"
 KERNELS = ROOT / "kernels" / "fastformer_kernels"
 
-# From the ground up; what stands together knows nothing of one another. The files of `nn` stand on floors of their own.
-FLOORS = (
+# From the lowest layer on; packages of one layer do not import one another. The files of `nn` have layers of their own.
+LAYERS = (
     {"modes", "settings"},
     {"host", "apps.system", "apps.settings"},
     {"packing", "backend"},
@@ -38,13 +38,13 @@ FLOORS = (
     {"apps.cli"},
     {"__main__"},
 )
-LEVEL = {name: level for level, floor in enumerate(FLOORS) for name in floor}
+LEVEL = {name: level for level, packages in enumerate(LAYERS) for name in packages}
 FILES = sorted(path for path in PACKAGE.rglob("*.py") if path != PACKAGE / "__init__.py")
 COMMANDS = "commands"  # of an application: they register with the command line
 
 
 def part(module: str) -> str:
-    """`fastformer.packing.layout` -> `packing`; of `apps` and `nn` the room within: `apps.text`, `nn.layers`."""
+    """`fastformer.packing.layout` -> `packing`; of `apps` and `nn` the package within: `apps.text`, `nn.layers`."""
     _, *parts = module.split(".")
     if parts[0] == "apps" and parts[-1] == COMMANDS:
         return "apps.cli"
@@ -89,15 +89,15 @@ def name_of(path: Path) -> tuple[str, bool]:
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(PACKAGE)))
-def test_a_file_imports_only_from_floors_below(path):
+def test_a_file_imports_only_from_layers_below(path):
     module, is_package = name_of(path)
-    if module in ("fastformer.apps", "fastformer.nn"):  # a room's face
+    if module in ("fastformer.apps", "fastformer.nn"):  # which export names of theirs
         return
     here = part(module)
-    assert here in LEVEL, f"fastformer/{here} is on no floor"
+    assert here in LEVEL, f"fastformer/{here} is in no layer"
     for line, imported in imports(path, module, is_package):
         there = part(imported)
-        assert there in LEVEL, f"{path.name}:{line} imports {imported}, which is on no floor"
+        assert there in LEVEL, f"{path.name}:{line} imports {imported}, which is in no layer"
         below = LEVEL[there] < LEVEL[here] or there == here
         assert below, f"{path.name}:{line}: {here} must not import {there}, which is not below it"
 
@@ -112,26 +112,26 @@ def test_the_library_knows_no_application(path):
         assert "apps.cli" not in imported
 
 
-ROOMS = sorted(path.parent for path in (PACKAGE / "functional").glob("*/__init__.py"))
+OPS = sorted(path.parent for path in (PACKAGE / "functional").glob("*/__init__.py"))
 
 
-@pytest.mark.parametrize("room", ROOMS, ids=lambda room: room.name)
-def test_a_room_stands_by_itself(room):
-    """It has kernels under its name, knows no other room, and its way to them knows no reference."""
-    assert (KERNELS / room.name / "__init__.py").is_file()
-    for path in room.glob("*.py"):
+@pytest.mark.parametrize("folder", OPS, ids=lambda folder: folder.name)
+def test_the_package_of_an_op_imports_no_other(folder):
+    """It has kernels under its name, and `fused.py` does not import the reference."""
+    assert (KERNELS / folder.name / "__init__.py").is_file()
+    for path in folder.glob("*.py"):
         for line, imported in imports(path, *name_of(path)):
             inside = re.match(r"fastformer\.functional\.(\w+)", imported)
-            other = inside is not None and inside[1] != room.name and (PACKAGE / "functional" / inside[1]).is_dir()
+            other = inside is not None and inside[1] != folder.name and (PACKAGE / "functional" / inside[1]).is_dir()
             assert not other, f"{path.name}:{line} imports {imported}"
             assert path.name != "fused.py" or "reference" not in imported, f"{path.name}:{line} imports {imported}"
 
 
 @pytest.mark.parametrize("first", ["attention.rules", "norms.op", "linear_cross_entropy.reference", "dropout"])
-def test_an_op_hides_the_room_of_its_name(first):
+def test_an_op_hides_the_package_of_its_name(first):
     """Whatever is imported first or later: the function is what people mean by the name."""
-    inside = [f"{room.name}.{path.stem}" for room in ROOMS for path in room.glob("[a-z]*.py")]
-    names = [room.name for room in ROOMS if room.name != "norms"]
+    inside = [f"{folder.name}.{path.stem}" for folder in OPS for path in folder.glob("[a-z]*.py")]
+    names = [folder.name for folder in OPS if folder.name != "norms"]
     lines = [f"import fastformer.functional.{name}" for name in (first, *inside)]
     lines += ["from fastformer.functional.attention import packed_reference"]
     lines += [f"assert callable(fastformer.functional.{name}), '{name}'" for name in (*names, "layer_norm", "dropout")]
@@ -144,8 +144,8 @@ def test_no_application_imports_another():
         module, is_package = name_of(path)
         home = next((each for each in APPLICATIONS if module.startswith(f"fastformer.{each}")), None)
         for line, imported in imports(path, module, is_package) if part(module) != "apps.cli" or home else ():
-            room = ".".join(imported.split(".")[1:3])
-            assert room not in APPLICATIONS - {home}, f"{path}:{line} imports {imported}"
+            package = ".".join(imported.split(".")[1:3])
+            assert package not in APPLICATIONS - {home}, f"{path}:{line} imports {imported}"
 
 
 def test_no_file_is_loose():
@@ -155,23 +155,23 @@ def test_no_file_is_loose():
 
 @pytest.mark.parametrize("folder", ["fastformer", "kernels", "benchmarks", "tests"])
 def test_no_folder_has_more_than_25_files(folder):
-    for room in [ROOT / folder, *(path for path in (ROOT / folder).rglob("*") if path.is_dir())]:
-        files = [path.name for path in room.glob("*.py") if path.name != "__init__.py"]
-        assert len(files) <= 25, f"{room.relative_to(ROOT)} has {len(files)}"
+    for each in [ROOT / folder, *(path for path in (ROOT / folder).rglob("*") if path.is_dir())]:
+        files = [path.name for path in each.glob("*.py") if path.name != "__init__.py"]
+        assert len(files) <= 25, f"{each.relative_to(ROOT)} has {len(files)}"
 
 
 # Packages of benchmarks/; each imports only from packages before it.
 BENCHMARKS = ({"codegen", "harness"}, {"competitors"}, {"comparisons"}, {"host", "report", "tuning"})
 
 
-def test_a_room_of_the_benchmarks_imports_only_from_rooms_below():
-    level = {name: number for number, floor in enumerate(BENCHMARKS) for name in floor}
-    for room, here in level.items():
-        for path in (ROOT / "benchmarks" / room).glob("*.py"):
+def test_a_package_of_the_benchmarks_imports_only_from_layers_below():
+    level = {name: number for number, packages in enumerate(BENCHMARKS) for name in packages}
+    for package, here in level.items():
+        for path in (ROOT / "benchmarks" / package).glob("*.py"):
             for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
                 there = node.module.split(".")[1:2] if isinstance(node, ast.ImportFrom) and node.module else []
                 if there and node.module.startswith("benchmarks.") and there[0] in level:
-                    assert level[there[0]] < here or there[0] == room, f"{path}:{node.lineno}"
+                    assert level[there[0]] < here or there[0] == package, f"{path}:{node.lineno}"
 
 
 QUESTIONS = re.compile(
@@ -179,7 +179,7 @@ QUESTIONS = re.compile(
 )
 
 
-def test_only_modes_asks_who_is_looking():
+def test_only_modes_reads_the_state_of_torchs_compilers():
     """`cuda_graphs` captures, which is no question."""
     allowed = {PACKAGE / "modes.py", PACKAGE / "host" / "cuda_graphs.py"}
     asking = {path for path in PACKAGE.rglob("*.py") if QUESTIONS.search(path.read_text(encoding="utf-8"))}
@@ -234,7 +234,7 @@ def test_every_public_name_is_there():
         fastformer.nonsense  # noqa: B018
 
 
-def test_a_room_of_the_applications_is_there_when_it_is_named():
+def test_packages_of_applications_are_imported_by_name():
     assert "torch" in loaded_by("import fastformer; fastformer.apps.models.Embedding; fastformer.apps.train.Trainer")
     import fastformer
 

@@ -122,7 +122,7 @@ CHANGES: dict[str, Callable[[Any], Any]] = {
 
 @pytest.mark.parametrize("change", CHANGES)
 @pytest.mark.parametrize("kind", ["encoder", "decoder"])
-def test_a_modified_layer_between_two_steps(
+def test_a_layer_that_is_modified_between_two_steps(
     kind: str, change: str, taken: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(
@@ -139,7 +139,7 @@ def test_a_modified_layer_between_two_steps(
 
 @pytest.mark.parametrize("kind", ["encoder", "decoder"])
 @pytest.mark.parametrize(("name", "value"), [("norm_first", True), ("activation", torch.tanh)])
-def test_a_setting_that_changes_is_read_anew(kind: str, name: str, value: object) -> None:
+def test_a_changed_setting_counts_in_the_next_step(kind: str, name: str, value: object) -> None:
     stack = ours(kind)
     cache, other = filled(stack, kind), filled(stack, kind)
     setattr(stack.layers[1], name, value)
@@ -190,7 +190,7 @@ def test_modes_and_hooks_of_all_modules(around: str, taken: list[int]) -> None:
 
 
 @pytest.mark.parametrize("name", ["linear1", "linear2", "norm2", "self_attn.out_proj"])
-def test_weights_that_change_are_read_anew(name: str, taken: list[int]) -> None:
+def test_changed_weights_count_in_the_next_step(name: str, taken: list[int]) -> None:
     """In place, as other data, and as other parameters."""
     theirs, stack = both("encoder")
     cache, uncached = stack.new_cache(1), Uncached(theirs, None, 1)
@@ -208,7 +208,7 @@ def test_weights_that_change_are_read_anew(name: str, taken: list[int]) -> None:
     assert len(taken) == 6
 
 
-def test_what_a_row_forgot_hides_no_nan(taken: list[int]) -> None:
+def test_nan_in_cropped_tokens_reaches_no_output(taken: list[int]) -> None:
     """Of rows of two lengths: tokens of NaN that both have read, and were made to forget."""
     theirs, stack = both("encoder")
     cache, uncached = stack.new_cache(2), Uncached(theirs, None, 2)

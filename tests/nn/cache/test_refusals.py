@@ -57,7 +57,7 @@ REFUSED: dict[str, Callable[[Any], Any]] = {
 
 
 @pytest.mark.parametrize("reason", REFUSED)
-def test_what_a_cache_would_pass_by_is_refused_with_the_reason(reason: str) -> None:
+def test_a_cache_refuses_modules_that_it_would_skip(reason: str) -> None:
     """By `new_cache`; hooks and other classes of layers also by a step with a cache that was made before."""
     _, ours = both("decoder" if "multihead" in reason else "encoder")
     given = torch.zeros(2, 3, D, dtype=torch.float64) if "multihead" in reason else 2

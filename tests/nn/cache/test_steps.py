@@ -33,7 +33,7 @@ def test_every_kind_of_layer(kind: str, layer: str, capacity: int | None, rows: 
 
 @pytest.mark.parametrize("capacity", [None, 8], ids=["growing", "static"])
 @pytest.mark.parametrize("name", ["self_attn", "multihead_attn"])
-def test_attention_drops_its_weights_in_a_step_too(name: str, capacity: int | None) -> None:
+def test_steps_apply_dropout_of_attention_weights(name: str, capacity: int | None) -> None:
     """Of all weights: what is left is the same whoever draws."""
     theirs, ours = both("decoder", dropout=1.0)
     for stack in (theirs, ours):
@@ -48,7 +48,7 @@ def test_attention_drops_its_weights_in_a_step_too(name: str, capacity: int | No
 
 @pytest.mark.parametrize("kind", ["encoder", "decoder"])
 @pytest.mark.parametrize("seed", range(8))
-def test_any_order_of_operations(kind: str, seed: int) -> None:
+def test_random_orders_of_steps_and_changes_of_rows(kind: str, seed: int) -> None:
     """Random steps, chunks, ragged chunks, reorders, rows that leave, come twice, or are cropped; caches that grow."""
     generator = torch.Generator().manual_seed(seed)
 
@@ -123,7 +123,7 @@ def test_a_whole_transformer(hidden_too: bool) -> None:
     torch.testing.assert_close(found, expected, atol=1e-12, rtol=0)
 
 
-def test_a_decoder_of_somebody_elses() -> None:
+def test_a_foreign_decoder_is_refused() -> None:
     ours = fastformer.Transformer(D, HEADS, 1, 1, 24, custom_decoder=nn.Identity(), batch_first=True)
     with pytest.raises(TypeError, match=r"decoder must be a fastformer\.TransformerDecoder, not a Identity"):
         ours.new_cache(torch.zeros(1, 2, D))
@@ -205,7 +205,7 @@ def test_a_nested_memory(nested: torch.layout) -> None:
 @pytest.mark.parametrize("capacity", [None, 80])
 @pytest.mark.parametrize("kind", ["encoder", "decoder"])
 @pytest.mark.parametrize("inside", [*itertools.product([True, False], repeat=3)], ids=str)
-def test_inference_mode_may_come_and_go(inside: tuple[bool, ...], kind: str, capacity: int | None) -> None:
+def test_caches_inside_and_outside_of_inference_mode(inside: tuple[bool, ...], kind: str, capacity: int | None) -> None:
     """Made, filled and rearranged inside and outside; a cache keeps no graph, so that it can be copied."""
     with torch.inference_mode(inside[0]):
         stack, cache, uncached = next(caches(kind, [3, 2], capacity=capacity))

@@ -208,12 +208,12 @@ def test_a_new_activation_alone():
         ({"key_heads": 2}, TypeError, "unexpected keyword argument 'key_heads'"),
     ],
 )
-def test_what_does_not_fit(options, error, said):
+def test_wrong_options_are_refused_by_name(options, error, said):
     with pytest.raises(error, match=said):
         fastformer.TransformerEncoderLayer(D, H, **options)
 
 
-def test_what_does_not_fit_the_op():
+def test_options_that_do_not_fit_together_are_refused():
     layer = fastformer.TransformerEncoderLayer(D, H, position_bias=ALiBi(2))
     with pytest.raises(ValueError, match="distance_bias"):
         layer(torch.randn(3, 2, D))

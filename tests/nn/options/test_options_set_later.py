@@ -86,7 +86,7 @@ def hidden(side: str, length: int) -> torch.Tensor:
 @pytest.mark.parametrize("name", ["window", "rotary", "position_bias"])
 @pytest.mark.parametrize(("target", "source"), [("right", "left"), ("left", "right"), ("right", "right")])
 @pytest.mark.parametrize("kind", ["decoder", "transformer"])
-def test_positions_across_are_those_of_the_columns(kind, target, source, name):
+def test_cross_attention_counts_positions_in_columns(kind, target, source, name):
     torch.manual_seed(3)
     model = fastformer.Transformer(D, H, 1, 1, 16, 0.0, batch_first=True).eval()
     setattr(model.decoder.layers[0].multihead_attn, name, LATER[name])
@@ -103,7 +103,7 @@ def test_positions_across_are_those_of_the_columns(kind, target, source, name):
     torch.testing.assert_close(run(True)[real], run(False)[real])
 
 
-def test_packed_tokens_of_rows_with_padding_on_the_left_do_not_attend_across_by_position():
+def test_packed_cross_attention_by_position_refuses_padding_on_the_left():
     module, x, memory = attention(rotary=Rotary()), tokens(), tokens(S)
     left, right = Layout.from_mask(hidden("left", S)), Layout.from_mask(hidden("right", S))
     layout = Layout.from_lengths([T] * B)

@@ -46,7 +46,7 @@ def test_llama_slows_slow_frequencies_alone():
     torch.testing.assert_close(scaling.scale(given) / given, torch.tensor(expected, dtype=torch.float64))
 
 
-def test_tables_of_a_graph_are_kept_from_others_and_those_it_reads_stay(monkeypatch):
+def test_tables_captured_by_a_graph_are_neither_shared_nor_dropped(monkeypatch):
     """Tables captured for CUDA have no values yet; a captured graph later reads the kept tables that it was given."""
     rotary, like = Rotary(theta=888.0), torch.zeros(1)
     for name, value in (("_MAX_TABLES", 2), ("_TABLES", {})):
@@ -77,7 +77,7 @@ def test_tables_of_a_graph_are_kept_from_others_and_those_it_reads_stay(monkeypa
         ({"theta": 1e-320}, "theta and scaling must leave angles finite"),
     ],
 )
-def test_a_rotary_that_does_not_fit(wrong, said):
+def test_wrong_settings_of_rotary_are_refused(wrong, said):
     with pytest.raises(ValueError, match=said):
         Rotary(**wrong)
     with pytest.raises(ValueError, match="factor must be at least 1"):
@@ -151,6 +151,6 @@ def test_buckets_of_the_paper(bidirectional, buckets, furthest):
         ({"max_distance": 10**400}, "max_distance must be above 8 and at most"),
     ],
 )
-def test_a_bias_that_does_not_fit(wrong, said):
+def test_wrong_settings_of_a_relative_bias_are_refused(wrong, said):
     with pytest.raises(ValueError, match=said):
         RelativeBias(**{"heads": 2, **wrong})

@@ -85,6 +85,20 @@ def collate_source(
     return _lay_out(ids, lengths, special_ids.pad_id, packed), torch.from_numpy(lengths)
 
 
+def cuts_by_tokens(lengths: Ints, tokens: int) -> list[int]:
+    """Return where batches begin, except the first, if each holds as many sequences as fit.
+
+    lengths: `[sides, sequences]`. No side of a batch has more than `tokens` tokens.
+    """
+    ends = list(np.cumsum(lengths, axis=1))
+    cuts: list[int] = []
+    cut = min(int(side.searchsorted(tokens, "right")) for side in ends)  # the first sequence that does not fit
+    while cut < lengths.shape[1]:
+        cuts.append(cut)
+        cut = min(int(side.searchsorted(side[cut - 1] + tokens, "right")) for side in ends)
+    return cuts
+
+
 class Batches(EpochBatches[Batch]):
     """The batches of sentence pairs of each epoch, by number of sentences or by a budget of tokens.
 
@@ -145,18 +159,15 @@ class Batches(EpochBatches[Batch]):
     def _cuts(self, order: Ints) -> Sequence[int]:
         if self.tokens is None:
             return range(self.sentences or 1, len(order), self.sentences or 1)
+        if self.packed:
+            return cuts_by_tokens(np.stack([self._source[order], self._target[order]]), self.tokens)
         cuts: list[int] = []
-        start = source = target = 0
-        for i, (s, t) in enumerate(zip(self._source[order].tolist(), self._target[order].tolist(), strict=True)):
-            if self.packed:
-                source, target = source + s, target + t
-                size = max(source, target)
-            else:
-                source, target = max(source, s), max(target, t)
-                size = (i + 1 - start) * max(source, target)
-            if size > self.tokens:
+        start = longest = 0
+        for i, length in enumerate(np.maximum(self._source, self._target)[order].tolist()):
+            longest = max(longest, length)
+            if (i + 1 - start) * longest > self.tokens:
                 cuts.append(i)
-                start, source, target = i, s, t
+                start, longest = i, length
         return cuts
 
     def _collate(self, indices: Ints) -> Batch:

@@ -17,7 +17,7 @@ from torch import Tensor
 from fastformer.settings import check_value
 
 from .batch import LanguageBatch
-from .batches import EpochBatches
+from .batches import EpochBatches, cuts_by_tokens
 from .encoding import EncodedDocuments, Ints, ranges
 
 
@@ -122,13 +122,7 @@ class LanguageBatches(EpochBatches[LanguageBatch]):
 
     def _plan(self, random: np.random.Generator) -> list[Ints]:
         order = self._order(random, len(self.pieces))
-        ends = np.cumsum(self.pieces.lengths[order])
-        cuts: list[int] = []
-        batched = 0  # tokens in the batches so far
-        while ends[-1] - batched > self.tokens:
-            cuts.append(int(np.searchsorted(ends, batched + self.tokens, side="right")))  # the first that does not fit
-            batched = int(ends[cuts[-1] - 1])
-        return np.split(order, cuts)
+        return np.split(order, cuts_by_tokens(self.pieces.lengths[None, order], self.tokens))
 
     def _collate(self, indices: Ints) -> LanguageBatch:
         return collate_pieces(self.pieces, indices)

@@ -221,15 +221,8 @@ class ClassificationRun(Run):
 def load_classifier(folder: Path | str, checkpoint: str = "best", device: torch.device | str = "cpu") -> Classifier:
     """Load a run's model, tokenizer and labels as a classifier.
 
-    Args:
-        folder: the run folder.
-        checkpoint: "best" (by validation), "last" or "average".
-        device: where the model is loaded.
-
-    Raises:
-        FileNotFoundError: there is no such run.
-        ValueError: the run is of another kind, or the model exceeds this machine's memory.
-        fastformer.apps.train.CheckpointError: there is no such checkpoint, or it is damaged.
+    checkpoint: "best" (by validation), "last" or "average". Raises the errors of
+    `fastformer.apps.runs.application.Application.load_weights`.
     """
     model, (tokenizer,), data = APPLICATION.load(folder, checkpoint, device)
     if data.labels is None:

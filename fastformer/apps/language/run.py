@@ -272,15 +272,8 @@ def load_generator(folder: Path | str, checkpoint: str = "best", device: torch.d
 
     With stream=columns, texts begin after eos, because the model has never read bos.
 
-    Args:
-        folder: the run folder.
-        checkpoint: "best" (by validation), "last" or "average".
-        device: where the model is loaded.
-
-    Raises:
-        FileNotFoundError: there is no such run.
-        ValueError: the run is of another kind, or the model exceeds this machine's memory.
-        fastformer.apps.train.CheckpointError: there is no such checkpoint, or it is damaged.
+    checkpoint: "best" (by validation), "last" or "average". Raises the errors of
+    `fastformer.apps.runs.application.Application.load_weights`.
     """
     model, (tokenizer,), data = APPLICATION.load(folder, checkpoint, device)
     first = tokenizer.eos_id if data.stream == "columns" else tokenizer.bos_id

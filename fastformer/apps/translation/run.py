@@ -324,15 +324,8 @@ class TranslationRun(Run):
 def load_translator(folder: Path | str, checkpoint: str = "best", device: torch.device | str = "cpu") -> Translator:
     """Load a run's model and tokenizers, ready to translate.
 
-    Args:
-        folder: the run folder.
-        checkpoint: "best" (by validation), "last" or "average".
-        device: where the model is loaded.
-
-    Raises:
-        FileNotFoundError: there is no such run.
-        ValueError: the run is of another kind, or the model exceeds this machine's memory.
-        fastformer.apps.train.CheckpointError: there is no such checkpoint, or it is damaged.
+    checkpoint: "best" (by validation), "last" or "average". Raises the errors of
+    `fastformer.apps.runs.application.Application.load_weights`.
     """
     model, (source, target), data = APPLICATION.load(folder, checkpoint, device)
     return Translator(model, source, target, data.max_length)

@@ -78,8 +78,7 @@ def evaluate_run(run: Path, checkpoint: str, device: str, texts: Any) -> None:
     console.print(str(scores))
 
 
-def attention_of(run: Path, checkpoint: str, device: str, text: str) -> Callable[..., Any]:
-    """Print the label of a text; return the function that draws the attention maps."""
+def attention_of(run: Path, checkpoint: str, device: str, text: str) -> tuple[Callable[..., Any], str]:
+    """Return the function that draws the attention maps of a text, and its label as a line."""
     classifier = load_classifier(run, checkpoint, device)
-    put_lines(classifier.classify([text]), None)
-    return classifier.attend(text).figure
+    return classifier.attend(text).figure, f"{classifier.classify([text])[0]}\n"

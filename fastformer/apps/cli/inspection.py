@@ -51,8 +51,8 @@ def attention(
     heads = _number_or("head", head, ("all", "mean"))
     options = {"text": text, "source": source, "target": target, "kind": kind}
     attention_of = application_function(run, "attention_of", options)
-    draw = attention_of(run=run, checkpoint=checkpoint, device=choose_device(device))
-    console.print(f"wrote {save(draw(layers, heads), output)}")
+    draw, about = attention_of(run=run, checkpoint=checkpoint, device=choose_device(device))
+    console.print(f"{about}wrote {save(draw(layers, heads), output)}")
 
 
 def _check_figure(output: Path, *runs: Path) -> None:

@@ -76,6 +76,6 @@ def evaluate_run(run: Path, checkpoint: str, device: str, texts: Any, *, overlap
     console.print(str(result))
 
 
-def attention_of(run: Path, checkpoint: str, device: str, text: str) -> Callable[..., Any]:
-    """Return the function that draws the attention maps of a text."""
-    return attend_text(load_generator(run, checkpoint, device), text).figure
+def attention_of(run: Path, checkpoint: str, device: str, text: str) -> tuple[Callable[..., Any], str]:
+    """Return the function that draws the attention maps of a text, and nothing to print."""
+    return attend_text(load_generator(run, checkpoint, device), text).figure, ""

@@ -169,9 +169,8 @@ def compare_systems(runs: Sequence[Path], bootstrap: int) -> list[PairedScore]:
 
 def attention_of(
     run: Path, checkpoint: str, device: str, source: str, target: str | None = None, kind: str | None = None
-) -> Callable[..., Any]:
-    """Print a sentence and its translation; return the function that draws their attention maps."""
+) -> tuple[Callable[..., Any], str]:
+    """Return the function that draws the attention maps of a sentence and its translation, and both as a line."""
     attention = attend(load_translator(run, checkpoint, device), source, target)
     draw = functools.partial(attention.figure, kind or "cross")  # type: ignore[arg-type]
-    console.print(f"{attention.source} -> {attention.target}")
-    return draw
+    return draw, f"{attention.source} -> {attention.target}\n"

@@ -42,7 +42,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     layers: dict[str, Any] = {"encoder_layers": 1, "decoder_layers": 1, **SIZES}
     model = TranslationModel(TranslationConfig(tokenizer.size, tokenizer.size, **layers))
     save_run(folder / "tr", model, tokenizer, tokenizer, max_length=9)
-    save_run(folder / "lm", LanguageModel(LanguageConfig(tokenizer.size, layers=1, **SIZES)), tokenizer, context=8)  # type: ignore[arg-type]
+    for name, positions in (("lm", "rotary"), ("learned", "learned")):
+        config = LanguageConfig(tokenizer.size, layers=1, positions=positions, max_positions=9, **SIZES)  # type: ignore[arg-type]
+        save_run(folder / name, LanguageModel(config), tokenizer, context=8)
     labels = ("animal", "plant", "tool")
     classifier = SequenceClassifier(ClassifierConfig(tokenizer.size, classes=3, layers=1, **SIZES))  # type: ignore[arg-type]
     save_run(folder / "cl", classifier, tokenizer, labels=labels, max_length=9)
@@ -160,8 +162,24 @@ LATE = [
     ("classify --run cl --input two.txt --output two.txt", "two.txt is also read"),
     ("classify --run cl --input two.txt --output cl/config.toml", "is a file of the run cl"),
     ("plot attention --run cl --source the", "cl is a classification run; give --text"),
+    ("plot attention --run tr", "tr is a translation run; give --source"),
+    ("plot attention --run lm --text the --kind cross", "lm is a language-model run; --kind is not for it"),
+    ("plot attention --run lm --text the --layer 2", "layer must be 1 to 1 or all, not 2"),
+    ("plot attention --run lm --text the --layer last", "layer must be a number or all, not 'last'"),
+    ("plot attention --run tr --source the --kind self", "kind must be one of cross, encoder, decoder, not 'self'"),
+    ("plot attention --run tr --source the --head 3", "head must be 1 to 2 or all or mean, not 3"),
+    ("plot attention --run tr --source=", "source must hold at least one token, not ''"),
+    ("plot attention --run nothing --output p.jpg", "p.jpg: the name of a figure must end in .png, .pdf, .svg"),
+    ("plot positions --length 9.0", "length must be a whole number, at least 1 and at most 16,384, not '9.0'"),
+    ("plot positions --run tr --side left", "side must be one of source, target, not 'left'"),
     ("plot positions --run cl --side source", "cl is a classification run; --side is not for it"),
+    ("plot positions --run lm --d-model 16", "--d-model is for positions without a run"),
+    ("plot positions --run learned --length 10", "a sequence of 10 is longer than max_length, 9"),
     ("plot positions --side target", "--side needs --run"),
+    ("plot history tr", "tr: no metrics yet, so there is nothing to draw"),
+    ("plot history tr tr", "runs names tr twice"),
+    ("compare nothing", "nothing is not a run folder"),
+    ("compare nothing --plot p", "p: the name of a figure must end in .png, .pdf, .svg"),
     ("export --run tr --to new --format onnx", "format must be one of ctranslate2, safetensors, not 'onnx'"),
     ("export --run tr --to new --format safetensors --quantization int8", "--quantization is not for format safetens"),
     ("export --run tr --to new --dtype float16", "--dtype is not for format ctranslate2"),

@@ -38,7 +38,6 @@ from fastformer.apps.settings import (
     to_plain,
 )
 from fastformer.apps.text import (
-    Batches,
     ParallelCorpus,
     WordTokenizer,
     encode_pairs,
@@ -141,9 +140,7 @@ def test_long_values_are_truncated_in_messages() -> None:
 CALLS: dict[str, Callable[[], Any]] = {
     "width must be a whole number, at least 1 and at most 2,147,483,647": lambda: Embedding(9, 8.0),  # type: ignore[arg-type]
     "scale must be true or false": lambda: Embedding(9, 8, scale=2),  # type: ignore[arg-type]
-    "dropout must be at least 0 and below 1": lambda: Embedding(9, 8, dropout=1.0),
     "positions must be one of sinusoidal, sinusoidal_halves, learned, none": lambda: Embedding(9, 8, "rotary"),  # type: ignore[arg-type]
-    "sentences must be at least 1": lambda: Batches(PAIRS, sentences=0),
     "max_length must be a whole number, at least 2": lambda: encode_pairs(CORPUS, WORDS, WORDS, "9"),  # type: ignore[arg-type]
     "maximum_size must be above 4": lambda: WordTokenizer.from_lines(["a"], maximum_size=4),
     "character_coverage must be a finite number, at least 0.98 and at most 1": lambda: train_sentencepiece(

@@ -69,9 +69,6 @@ assert all(hasattr(getattr(torch.ops, library.__name__), name) for name in launc
 """
 
 
-KERNELS = "from ...fastformer_kernels.c import (\n    d,\n)\n"
-
-
 def run(program: str, variant: Path, cwd: Path) -> None:
     program = HEAD + f"variant = pathlib.Path({str(variant)!r})\n" + program
     done = subprocess.run([sys.executable, "-c", program], cwd=cwd, capture_output=True, text=True)
@@ -101,21 +98,6 @@ def test_imports_nothing_of_ours_by_name(variant):
             names = [name.name for name in node.names] if isinstance(node, ast.Import) else []
             names += [node.module or ""] if isinstance(node, ast.ImportFrom) and not node.level else []
             assert not [name for name in names if name.startswith("fastformer")], (file, node.lineno)
-
-
-@pytest.mark.parametrize(
-    ("place", "source", "expected"),
-    [
-        ("backend.py", "from fastformer.modes import a\n", "from .modes import a\n"),
-        ("nn/layers.py", "from fastformer import a, b\n", "from .. import a, b\n"),
-        ("nn/conversion/x.py", "    # from fastformer import a\n", "    # from fastformer import a\n"),
-        ("host/x.py", "def f():\n    import fastformer_kernels\n", "def f():\n    from .. import fastformer_kernels\n"),
-        ("fastformer_kernels/a/b.py", "from fastformer_kernels.c import (\n    d,\n)\n", KERNELS),
-        ("a.py", "import fastformers\nimport fastformer_x\n", "import fastformers\nimport fastformer_x\n"),
-    ],
-)  # fmt: skip
-def test_relative_imports(place, source, expected):
-    assert relative_imports(source, Path(place)) == expected
 
 
 def test_a_hub_folder_that_cannot_be_written_is_refused(variant, tmp_path, capsys):

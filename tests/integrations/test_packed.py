@@ -315,11 +315,6 @@ def test_padded_undoes_padding_free(name, before, packed_calls):
     assert not padded(model).packed
 
 
-def test_another_attention_chosen_afterwards(packed_calls):
-    assert_as_eager("llama", batch("llama", "right"), lambda model: model.set_attn_implementation("eager") or model)
-    assert not packed_calls
-
-
 def test_a_call_that_fails_leaves_nothing_behind(monkeypatch, packed_calls):
     """Also Ctrl-C; a layer that is called alone afterwards sees what it is given."""
     eager, model = both_ways("bert")
@@ -369,12 +364,6 @@ def test_generation_of_models_with_special_layers(name):
 def test_checkpointed_activations(name, reentrant, packed_calls):
     assert_as_eager(name, pairs(name, "left"), lambda model: checkpoint(without_dropout(model), reentrant))
     assert len(packed_calls) == 2 * attentions(name)  # computed again
-
-
-@pytest.mark.parametrize("name", ["bert", "gpt2"])  # GPT-2's layers are not told that weights are wanted
-def test_checkpointed_activations_and_attention_weights(name):
-    inputs = pairs(name, "right") | {"output_attentions": True}
-    assert_as_eager(name, inputs, lambda model: checkpoint(without_dropout(model)))
 
 
 def test_a_saved_model_loads_as_an_ordinary_one(tmp_path, packed_calls):

@@ -22,10 +22,7 @@ from fastformer.apps.models import sinusoidal_positions
 from fastformer.apps.text import ColumnBatches, encode_lines, open_text_dataset
 from fastformer.apps.train import TrainConfig
 from fastformer.apps.translation import DataConfig, SearchOptions, TranslationConfig, TranslationModel, TranslationRun
-from tests.support.closeness import assert_close
-from tests.support.masks import ahead, minus_infinity
-from tests.support.translation_task import PAD, config, paper_positions, random_model
-from tests.support.tutorial_models import (
+from tests.project.tutorial_models import (
     PAGES,
     EncoderDecoder,
     UnbiasedNorm,
@@ -37,6 +34,9 @@ from tests.support.tutorial_models import (
     python_of,
     sentences,
 )
+from tests.support.closeness import assert_close
+from tests.support.masks import ahead, minus_infinity
+from tests.support.translation_task import PAD, config, paper_positions, random_model
 
 POST_NORM = {"norm_first": False, "final_norm": False, "scale_embeddings": False, "embeddings": "separate"}
 

@@ -16,6 +16,7 @@ _MODULE_OF = {
     "convert": "nn.conversion",
     "explain": "functional",
     "revert": "nn.conversion",
+    "sdpa": "functional.sdpa",
     "token_wise": "nn.modules",
     "warm_up": "functional.warm_up",
     "FeedForward": "nn.modules",
@@ -53,6 +54,7 @@ __all__ = [
     "nn",
     "packing",
     "revert",
+    "sdpa",
     "set_backend",
     "token_wise",
     "warm_up",
@@ -61,6 +63,7 @@ __all__ = [
 if TYPE_CHECKING:
     from fastformer import apps, functional, integrations, nn, packing
     from fastformer.functional import explain
+    from fastformer.functional.sdpa import sdpa
     from fastformer.functional.warm_up import warm_up
     from fastformer.nn.conversion import convert, revert
     from fastformer.nn.layers import TransformerDecoderLayer, TransformerEncoderLayer

@@ -11,6 +11,7 @@ from torch import nn
 from torch.nn.utils import parametrize
 
 from fastformer.nn.modules import DROP_INS
+from fastformer.nn.sdpa_calls import calls_sdpa, skipping
 from fastformer.nn.stacks import TransformerDecoder, TransformerEncoder
 
 ZEROED = (
@@ -58,7 +59,7 @@ def lines_of(title: str, entries: list[Entry], sign: str = ":") -> list[str]:
     return [f"  {title}  {x.name or '(the model)'}  {x.before} {sign} {x.outcome}" for x in entries]
 
 
-def convert(model: nn.Module, *, padding_free: bool = True) -> Conversion:
+def convert(model: nn.Module, *, padding_free: bool = True, sdpa: bool = False) -> Conversion:
     """Change the torch.nn modules of a model to fastformer's drop-in classes, in place.
 
     Changed are LayerNorm, RMSNorm, MultiheadAttention, TransformerEncoderLayer, TransformerDecoderLayer,
@@ -70,6 +71,8 @@ def convert(model: nn.Module, *, padding_free: bool = True) -> Conversion:
         model: any module; it is changed too if it is of such a class.
         padding_free: whether stacks run batches with key padding masks without their padding. Outputs of padding are
             then 0, in training too; the report lists these stacks (`zeroed`). False keeps torch.nn's values there.
+        sdpa: whether hand-written modules that call `F.scaled_dot_product_attention` call `fastformer.sdpa` instead:
+            those whose class names it in a method.
 
     Returns:
         The report. The model has changed in place, so the report can be ignored.
@@ -85,6 +88,13 @@ def convert(model: nn.Module, *, padding_free: bool = True) -> Conversion:
             module.__class__ = new
             module.__dict__[_MARK] = kind
             report.changed.append(Entry(name, name_of(kind), name_of(new)))
+        elif sdpa and _MARK not in module.__dict__ and calls_sdpa(kind):
+            if (reason := _reason_of_instance(module)) is not None:
+                report.left.append(Entry(name, name_of(kind), reason))
+                continue
+            module.__class__ = skipping(kind)
+            module.__dict__[_MARK] = kind
+            report.changed.append(Entry(name, name_of(kind), "calls fastformer.sdpa"))
     for name, stack in model.named_modules():
         if not isinstance(stack, TransformerEncoder | TransformerDecoder):
             continue
@@ -111,7 +121,7 @@ def revert(model: nn.Module) -> Conversion:
         before = module.__dict__.get(_MARK)
         if before is None:
             continue
-        if type(module) not in DROP_INS.values():
+        if type(module) not in (*DROP_INS.values(), skipping(before)):
             reason = "its class has changed since it was converted"
         elif "forward" in module.__dict__:
             reason = "its forward was replaced in the instance"
@@ -133,6 +143,12 @@ def name_of(cls: type) -> str:
     return f"torch.nn.{cls.__name__}" if cls.__module__.startswith("torch.nn.") else f"{package}.{cls.__name__}"
 
 
+def _reason_of_instance(module: nn.Module) -> str | None:
+    if "forward" in module.__dict__:
+        return "its forward was replaced in the instance"
+    return "parametrised" if parametrize.is_parametrized(module) else None
+
+
 def _reason(module: nn.Module) -> str | None:
     """Return why a module of torch.nn's classes, or of a subclass, must keep its class; None for other modules."""
     if isinstance(module, torch.jit.ScriptModule):
@@ -140,10 +156,8 @@ def _reason(module: nn.Module) -> str | None:
         return "scripted" if original in {cls.__name__ for cls in DROP_INS} else None
     if isinstance(module, tuple(DROP_INS.values())) or not isinstance(module, tuple(DROP_INS)):
         return None
-    if "forward" in module.__dict__:
-        return "its forward was replaced in the instance"
-    if parametrize.is_parametrized(module):
-        return "parametrised"
+    if (reason := _reason_of_instance(module)) is not None:
+        return reason
     if ".quantized" in type(module).__module__ or ".quantizable" in type(module).__module__:
         return "quantised"
     return "a subclass, which may do something else"

@@ -19,7 +19,7 @@ LAYERS = (
     {"host", "apps.system", "apps.settings"},
     {"packing", "backend"},
     {"functional"},
-    {"nn.activations", "nn.inspection", "nn.rotary", "nn.position_bias", "nn.packed_input"},
+    {"nn.activations", "nn.inspection", "nn.rotary", "nn.position_bias", "nn.packed_input", "nn.sdpa_calls"},
     {"nn.modules", "nn.options", "nn.kv_write"},
     {"nn.projections", "nn.sublayers", "nn.inference_weights"},
     {"nn.multihead_attention", "nn.fast_path"},

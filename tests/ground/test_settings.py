@@ -146,7 +146,7 @@ CALLS: dict[str, Callable[[], Any]] = {
     "character_coverage must be a finite number, at least 0.98 and at most 1": lambda: train_sentencepiece(
         ["a"], 9, character_coverage=math.nan
     ),
-    "which must be one of best, last, average": lambda: find_checkpoint(Path("no"), "first"),
+    "checkpoint must be one of best, last, average, step-N": lambda: find_checkpoint(Path("no"), "first"),
 }
 
 

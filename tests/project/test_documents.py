@@ -185,7 +185,7 @@ def train(arguments: list[str], folder: Path) -> None:
         succeed([*arguments, *RESUMED.split()], folder)
         return
     shutil.rmtree(folder / arguments[arguments.index("--run") + 1], ignore_errors=True)
-    if "opus-mt-en-fr" in arguments:  # its model is small already
+    if "--from" in arguments:  # the model is small already
         succeed([*arguments, *FINE_TUNED.split()], folder)
         return
     small = {"lm": SMALL_LANGUAGE, "classify": SMALL_CLASSIFIER}.get(arguments[1], SMALL_TRANSLATION)

@@ -28,7 +28,7 @@ from fastformer.apps.classification.model import (
     sequence_classification_loss,
 )
 from fastformer.apps.classification.pretrained import ARCHITECTURES
-from fastformer.apps.runs.application import Application
+from fastformer.apps.runs.application import PRETRAINED, Application
 from fastformer.apps.runs.automatic_settings import CHOSEN, Task
 from fastformer.apps.runs.folder import BY_HAND, refuse_by_hand
 from fastformer.apps.runs.run import Run
@@ -38,8 +38,9 @@ from fastformer.apps.text.vocabulary import learn_tokenizer
 from fastformer.apps.train import TrainConfig, Validation
 from fastformer.settings import check_value
 
-TOKENIZERS = ("bpe", "unigram", "char", "words")
-_IF_PIECES = {"tokenizer": TOKENIZERS[:-1]}
+_LEARNED = ("bpe", "unigram", "char", "words")
+TOKENIZERS = (*_LEARNED, PRETRAINED)
+_IF_PIECES, _IF_LEARNED = {"tokenizer": _LEARNED[:-1]}, {"tokenizer": _LEARNED}
 _PIECES = 8000  # entries of a sentencepiece vocabulary if `vocabulary` is unset
 _TO_SPLIT = ("number words", "a text file to split")
 
@@ -70,9 +71,13 @@ class ClassificationDataConfig(Settings):
     size: int = setting(4000, "texts to generate", at_least=100, only={"corpus": "number words"})
     labels: Texts | None = setting(None, "the classes, in order", derived="the training text")
     tokenizer: str = setting(
-        "bpe", "sentencepiece's bpe, unigram or char; or words: a plain word list", choices=TOKENIZERS
+        "bpe",
+        "sentencepiece's bpe, unigram or char; words: a plain word list; pretrained: that of --from",
+        choices=TOKENIZERS,
     )
-    vocabulary: int | None = setting(None, f"entries at most; unset: {_PIECES:,}, or every word", at_least=5)
+    vocabulary: int | None = setting(
+        None, f"entries at most; unset: {_PIECES:,}, or every word", at_least=5, only=_IF_LEARNED
+    )
     splitting: str = setting("punctuation", "where words end", choices=SPLITTINGS, only={"tokenizer": "words"})
     minimum_frequency: int = setting(1, "rarer words become <unk>", at_least=1, only={"tokenizer": "words"})
     character_coverage: float = setting(

@@ -39,7 +39,7 @@ MAIN_RUN = Path("runs") / MAIN
 Device = Annotated[
     str, typer.Option(help="auto, cpu, cuda, cuda:N, mps or xpu; auto takes a CUDA GPU where there is one")
 ]
-Checkpoint = Annotated[str, typer.Option(help="best, last or average")]
+Checkpoint = Annotated[str, typer.Option(help="best, last, average or step-N; of several with commas, the mean")]
 
 
 def demo_console() -> Console:

@@ -40,7 +40,7 @@ app.add_typer(train_app, name="train", rich_help_panel=TRAIN)
 Resume = Annotated[bool, typer.Option(help="continue the run in --run; only settings of train may be given")]
 From = Annotated[
     Path | None,
-    typer.Option("--from", help="begin with the model in this folder of transformers (Marian), and its tokenizers"),
+    typer.Option("--from", help="folder of a run, an exported model, or a Marian model, to train further"),
 ]
 Config = Annotated[Path | None, typer.Option(help="TOML file with sections data, model, train; flags override it")]
 
@@ -105,7 +105,6 @@ def _new_run(
     settings = {name: file[name] | flags[name] for name in flags}
     data = settings["data"]
     if pretrained is not None:
-        application.check_begins()
         data = {"tokenizer": PRETRAINED} | data
     text, train = application.data(**data), application.train(**settings["train"])
     application.refuse_idle(settings, text, settings["model"], train, device)

@@ -1,25 +1,21 @@
-"""Export and load a model as safetensors, with its settings as JSON and its tokenizers."""
+"""Export a model as safetensors, with its settings as JSON and its tokenizers."""
 
 import json
 import os
-import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from fastformer.apps.models.sizes import check_memory
-from fastformer.apps.runs.kinds import application_for, application_of
-from fastformer.apps.settings import befores, to_plain
+from fastformer.apps.runs.exported import Dtype, check_dtype
+from fastformer.apps.runs.kinds import application_for
+from fastformer.apps.settings import to_plain
 from fastformer.apps.system.files import new_folder
 from fastformer.apps.text import Tokenizer
-from fastformer.apps.train.weights import CheckpointError, check_size, load_weights, write_weights
-from fastformer.settings import check_value
-
-Dtype = Literal["float32", "float16", "bfloat16"]
+from fastformer.apps.train.weights import write_weights
 
 
 def export_safetensors(
@@ -43,7 +39,7 @@ def export_safetensors(
         TypeError: the model belongs to no application.
         ValueError: dtype is unknown, or the number of tokenizers is wrong.
     """
-    _check_dtype(dtype)
+    check_dtype(dtype)
     application = application_for(model, tokenizers)
     converted: dict[int, Tensor] = {}  # tied weights stay one tensor
 
@@ -55,38 +51,6 @@ def export_safetensors(
         content = {"kind": application.kind, "dtype": dtype, "model": model.config, "data": data or {}}
         (new / "config.json").write_text(json.dumps(content, indent=1, default=to_plain) + "\n", encoding="utf-8")
         application.save_tokenizers(new, tokenizers)
-
-
-def load_safetensors(folder: Path | str) -> Any:
-    """Load the model of a folder that `export_safetensors` wrote, in its dtype, in evaluation mode.
-
-    Raises:
-        fastformer.apps.train.CheckpointError: the folder holds no exported model, or a damaged one.
-    """
-    folder = Path(folder)
-    path = folder / "model.safetensors"
-    try:
-        content = json.loads((folder / "config.json").read_bytes())
-        application = application_of(content["kind"])
-        _check_dtype(content["dtype"])
-        config = application.model(**{**befores(application.model), **content["model"]})
-        check_size(config.matrix_numbers, path.stat().st_size if path.is_file() else sys.maxsize, path)
-        check_memory(config)
-        built = application.network(config).to(getattr(torch, content["dtype"]))
-    except FileNotFoundError:
-        raise CheckpointError(f"{folder}: no exported model, there is no config.json") from None
-    except CheckpointError:
-        raise
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise CheckpointError(
-            f"{folder / 'config.json'}: not the configuration of an exported model: {error}"
-        ) from None
-    load_weights(built, path)
-    return built.eval()
-
-
-def _check_dtype(dtype: object) -> None:
-    check_value("dtype", dtype, str, choices=get_args(Dtype))
 
 
 @contextmanager

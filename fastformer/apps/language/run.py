@@ -18,7 +18,7 @@ from fastformer.apps.language.evaluation import HeldOutText, Perplexity, encode_
 from fastformer.apps.language.model import LanguageConfig, LanguageModel, language_model_loss
 from fastformer.apps.language.pretrained import ARCHITECTURES
 from fastformer.apps.language.text_generator import TextGenerator
-from fastformer.apps.runs.application import Application
+from fastformer.apps.runs.application import PRETRAINED, Application
 from fastformer.apps.runs.automatic_settings import CHOSEN, Task
 from fastformer.apps.runs.folder import refuse_by_hand
 from fastformer.apps.runs.run import Run
@@ -41,8 +41,9 @@ from fastformer.apps.text.vocabulary import learn_tokenizer
 from fastformer.apps.train import TrainConfig, Validation
 from fastformer.settings import check_value
 
-TOKENIZERS = ("bpe", "unigram", "char", "words")
-_IF_PIECES = {"tokenizer": TOKENIZERS[:-1]}
+_LEARNED = ("bpe", "unigram", "char", "words")
+TOKENIZERS = (*_LEARNED, PRETRAINED)
+_IF_PIECES, _IF_LEARNED = {"tokenizer": _LEARNED[:-1]}, {"tokenizer": _LEARNED}
 STREAMS = ("documents", "columns")
 Split = Literal["train", "valid", "test"]
 _SPLITS: tuple[Split, ...] = ("train", "valid", "test")
@@ -87,10 +88,13 @@ class LanguageDataConfig(Settings):
     context: int = setting(256, "most tokens that the model reads at once (bptt)", at_least=1)
     tokenizer: str = setting(
         "bpe",
-        "sentencepiece's bpe, unigram or char; or words: a plain word list, the choice for a text that has <unk>",
+        "sentencepiece's bpe, unigram or char; words: a plain word list, the choice for a text that has <unk>; "
+        "pretrained: that of --from",
         choices=TOKENIZERS,
     )
-    vocabulary: int | None = setting(None, f"entries at most; unset: {_PIECES:,}, or every word", at_least=5)
+    vocabulary: int | None = setting(
+        None, f"entries at most; unset: {_PIECES:,}, or every word", at_least=5, only=_IF_LEARNED
+    )
     splitting: str = setting("whitespace", "where words end", choices=SPLITTINGS, only={"tokenizer": "words"})
     minimum_frequency: int = setting(1, "rarer words become <unk>", at_least=1, only={"tokenizer": "words"})
     character_coverage: float = setting(

@@ -1,7 +1,7 @@
 """`Application`: describe one kind of run; read, write and check the run folders of that kind."""
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import MISSING, dataclass, field, fields
+from dataclasses import MISSING, dataclass, field, fields, replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -10,15 +10,16 @@ import torch
 from torch import nn
 
 from fastformer.apps.models.sizes import check_memory, describe_model
+from fastformer.apps.runs.exported import exported_data, exported_kind, load_safetensors
 from fastformer.apps.runs.folder import BY_HAND, CONFIG, VERSION, RunConfig, read_kind, stated
 from fastformer.apps.runs.kinds import application_for, application_of
 from fastformer.apps.runs.toml import load_toml, save_toml
 from fastformer.apps.settings import Given, Settings, befores, facts, refuse_idle
 from fastformer.apps.system.run_lock import locked
 from fastformer.apps.text import SpecialIds, Tokenizer, load_tokenizer
-from fastformer.apps.train import Checkpoint, Processes, TrainConfig, Trainer, find_checkpoint
+from fastformer.apps.train import Checkpoint, Processes, TrainConfig, Trainer, average_checkpoints, find_checkpoint
 
-PRETRAINED = "pretrained"  # value of `tokenizer` for runs that began with a model from transformers
+PRETRAINED = "pretrained"  # value of `tokenizer` for runs that began with another model
 RATES = ("dropout", "attention_dropout", "activation_dropout")  # settings of such a model that fine-tuning may change
 REMOVED = ("sharded_checkpoints",)  # settings in run folders of earlier versions
 _IDS = ("pad_id", "bos_id", "eos_id")
@@ -58,7 +59,7 @@ class Application:
         reading: names of settings of `data` that a model cannot be used without.
         automatic: names of the settings that the command chooses if they are not given: see `automatic_settings`.
         architectures: classes of transformers that are converted to such models: see `fastformer.apps.pretrained`.
-        pretrained: reads the model and the tokenizers from a folder that a run may begin with.
+        pretrained: reads the model and the tokenizers from a folder of transformers that a run may begin with.
         counted: settings of `model` that are computed from the settings of `data`.
     """
 
@@ -112,26 +113,39 @@ class Application:
         tokenizer = SimpleNamespace(size=data.vocabulary or max(ids.names()) + 1, **vars(ids))
         return self.model_config(model, [tokenizer] * len(self.vocabularies), data)
 
-    def check_begins(self) -> None:
-        """Raise ValueError if runs of this kind cannot begin with a model from transformers."""
-        if self.pretrained is None:
-            raise ValueError(f"{self.title} runs cannot begin with a pretrained model")
-
     def begin_with(
-        self, folder: Path, given: Mapping[str, Any]
-    ) -> tuple[nn.Module, tuple[Tokenizer, ...], dict[str, Any]]:
-        """Return a model from transformers, its tokenizers, and its settings, changed by the given ones.
+        self, folder: Path, model: Mapping[str, Any], data: Any, stated: Mapping[str, Any] | None
+    ) -> tuple[nn.Module, tuple[Tokenizer, ...], dict[str, Any], Any]:
+        """Return the model that a run begins with, its tokenizers, and the settings of the run's model and data.
 
-        Raises ValueError if runs of this kind cannot begin with it or a given setting cannot be changed; also the
-        errors of `pretrained`.
+        Args:
+            folder: a run (its best weights), an exported model, or a model of transformers.
+            model: settings that change those of the model: dropout rates.
+            data: settings of the run's data.
+            stated: settings of the data that a user stated; others are those of the folder. None: all were stated.
+
+        Raises ValueError if runs of this kind cannot begin with it or a setting cannot be changed; also the errors of
+        `load` and `pretrained`.
         """
-        self.check_begins()
-        assert self.pretrained is not None
-        if fixed := [name for name in given if name not in RATES]:
+        if fixed := [name for name in model if name not in RATES]:
             raise ValueError(f"{', '.join(fixed)}: set by the model of {folder}; only {', '.join(RATES)} may be given")
-        model, tokenizers = self.pretrained(folder)
-        settings = {name: value for name, value in vars(model.config).items() if name not in self.derived}
-        return model, tokenizers, {**settings, **given}
+        before: dict[str, Any] = {}
+        if (folder / CONFIG).is_file():
+            initial, tokenizers, read = self.load(folder)
+            before = {name: getattr(read, name) for name in self.reading}
+        elif (kind := exported_kind(folder)) is not None:
+            if kind != self.kind:
+                raise ValueError(f"{folder} holds a {application_of(kind).title} model")
+            initial, before = load_safetensors(folder).float(), exported_data(folder)
+            tokenizers = self._load_tokenizers(folder, initial.config)
+        elif self.pretrained is not None:
+            initial, tokenizers = self.pretrained(folder)
+        else:
+            raise ValueError(f"{folder} holds no run and no exported model, with which a {self.title} run can begin")
+        stated = before if stated is None else stated
+        changes = {name: x for name, x in before.items() if name in _derived(self.data) or name not in stated}
+        settings = {name: value for name, value in vars(initial.config).items() if name not in self.derived}
+        return initial, tokenizers, {**settings, **model}, replace(data, **changes)
 
     def refuse_idle(
         self, given: Given, data: Any, model: Mapping[str, Any], train: TrainConfig, device: torch.device | str
@@ -141,10 +155,16 @@ class Application:
         refuse_idle(given, sections, Machine(str(device), Processes.current().world))
 
     def save_settings(
-        self, folder: Path, data: Any, model: Any, train: TrainConfig, chosen: tuple[str, ...] | None = None
+        self,
+        folder: Path,
+        data: Any,
+        model: Any,
+        train: TrainConfig,
+        chosen: tuple[str, ...] | None = None,
+        origin: str | None = None,
     ) -> None:
-        """Write config.toml, which marks a run folder; `chosen` names the settings that no user gave."""
-        kind = RunConfig(self.kind, VERSION, chosen)
+        """Write config.toml, which marks a run folder; chosen and origin: see `RunConfig`."""
+        kind = RunConfig(self.kind, VERSION, chosen, origin)
         save_toml(folder / CONFIG, {"run": kind, "data": data, "model": model, "train": train})
 
     def save_tokenizers(self, folder: Path, tokenizers: Sequence[Tokenizer]) -> None:
@@ -218,9 +238,11 @@ class Application:
 
         Raises FileNotFoundError without a run or a file, ValueError for a file that is damaged or of another run.
         """
+        return self._load_tokenizers(folder, self.model(**self.read_config(folder)["model"]))
+
+    def _load_tokenizers(self, folder: Path | str, config: Any) -> tuple[Tokenizer, ...]:
         paths = [Path(folder) / name for name in self.tokenizers]
         tokenizers = tuple(load_tokenizer(path) for path in paths)
-        config = self.model(**self.read_config(folder)["model"])
         vocabularies = zip(self.vocabularies, tokenizers, paths, strict=True)
         values = [(name, tokenizer.size, path) for name, tokenizer, path in vocabularies]
         values += [(name, getattr(tokenizers[-1], name), paths[-1]) for name in _IDS if name in self.derived]
@@ -230,18 +252,23 @@ class Application:
         return tokenizers
 
     def load_weights(self, folder: Path | str, checkpoint: str) -> Any:
-        """Return the model of a run with its weights, on the CPU; checkpoint: "best", "last" or "average".
+        """Return the model of a run with its weights, on the CPU; checkpoint: see `find_checkpoint`; of several
+        names, separated by commas, the mean of their weights.
 
         Raises FileNotFoundError without a run, ValueError for a run of another kind or a model beyond this machine's
         memory, CheckpointError for a checkpoint that is missing, damaged or of another architecture.
         """
         config = self.model(**self.read_config(folder)["model"])
-        saved = Checkpoint.open(find_checkpoint(folder, checkpoint))
-        saved.check_architecture(config)
-        saved.check_size(config.matrix_numbers)
+        paths = [find_checkpoint(folder, name.strip()) for name in checkpoint.split(",")]
+        for path in paths:
+            saved = Checkpoint.open(path)
+            saved.check_architecture(config)
+            saved.check_size(config.matrix_numbers)
         check_memory(config)
         network = self.network(config)
         saved.load_into(network, config)
+        if len(paths) > 1:
+            network.load_state_dict(average_checkpoints(paths))
         return network
 
     def load(

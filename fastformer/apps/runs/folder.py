@@ -38,6 +38,7 @@ class RunConfig(Settings):
     kind: str = setting(MISSING, "what the model does", choices=KINDS)
     version: int = setting(1, "which meaning its settings have", at_least=1, at_most=VERSION)
     chosen: Texts | None = setting(None, "settings that no user gave: they were chosen for corpus and budget")
+    origin: str | None = setting(None, "folder of the model that the run began with")
 
 
 def read_kind(folder: Path | str) -> str:
@@ -57,7 +58,7 @@ def stated(path: Path, default: str = MAIN) -> RunConfig:
     """Return the [run] section of a file; `default` is the kind of a file without one."""
     run = read_toml(path).get("run", {})
     run = run if isinstance(run, dict) else {}
-    return RunConfig(run.get("kind", default), run.get("version", 1), run.get("chosen"))
+    return RunConfig(run.get("kind", default), run.get("version", 1), run.get("chosen"), run.get("origin"))
 
 
 def refuse_by_hand(dataset: str | None) -> None:

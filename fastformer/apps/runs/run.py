@@ -51,6 +51,7 @@ class Run(ABC):
     initial: nn.Module | None = None  # the model from transformers that a new run begins with
     choice: Choice | None = None  # of the settings that the user of a new run left out
     chosen: tuple[str, ...] | None = None  # names of the settings that no user gave, now or when the run began
+    origin: str | None = None  # folder of the model that the run began with
 
     def __init__(
         self,
@@ -209,12 +210,11 @@ class Run(ABC):
         With several processes, process 0 does that, and the others open the new folder.
 
         Args:
-            folder: a new or empty folder, or a run of this kind that ended before its first checkpoint, which is
-                replaced.
+            folder: new or empty, or a run of this kind that ended before its first checkpoint, which is replaced.
             data, model, train: settings; of the model, without those computed from the tokenizers.
             device: of the model.
-            pretrained: folder of transformers with the model and tokenizers that the run begins with. The data's
-                `tokenizer` must then be "pretrained", and `model` may hold dropout rates only.
+            pretrained: folder of the model and tokenizers that the run begins with; see `Application.begin_with`. The
+                data's `tokenizer` must then be "pretrained", and `model` may hold dropout rates only.
             given: settings that a user stated, by section: data, model, train. All others are chosen, unless the run
                 begins with a pretrained model; see `fastformer.apps.runs.automatic_settings`. None: none is chosen.
 
@@ -225,12 +225,11 @@ class Run(ABC):
             FileNotFoundError: a process does not see the folder that process 0 made.
         """
         if (data.tokenizer == PRETRAINED) != (pretrained is not None):
-            condition = "without a model to begin with (--from)" if pretrained is None else "with a model to begin with"
-            raise ValueError(f"tokenizer must not be {data.tokenizer!r} {condition}")
+            raise ValueError(f"tokenizer must be {PRETRAINED} with a model to begin with (--from), and only then")
         folder, created, initial, tokenizers = Path(folder), list[Self](), None, None
         if pretrained is not None:
-            initial, tokenizers, model = cls.application.begin_with(Path(pretrained), model)
-            given = None
+            begun = cls.application.begin_with(Path(pretrained), model, data, given and given["data"])
+            (initial, tokenizers, model, data), given = begun, None
 
         def create_in_main() -> None:
             check_new(folder, cls.application.kind)
@@ -238,6 +237,7 @@ class Run(ABC):
             with new_run_folder(folder):
                 check_new(folder, cls.application.kind)  # another process may have written it since
                 run = cls(folder, data, model, train, tokenizers, device, given)
+                run.origin = None if pretrained is None else str(Path(pretrained).resolve())
                 cls.application.save_tokenizers(folder, run.tokenizers)
                 write_file(folder / DATA, (json.dumps(run.data_report(), indent=1) + "\n").encode())
                 run._save_settings()
@@ -259,7 +259,9 @@ class Run(ABC):
             yield
 
     def _save_settings(self) -> None:
-        self.application.save_settings(self.folder, self.data, self.model_config, self.train_config, self.chosen)
+        self.application.save_settings(
+            self.folder, self.data, self.model_config, self.train_config, self.chosen, self.origin
+        )
 
     @classmethod
     def open(
@@ -289,8 +291,9 @@ class Run(ABC):
         application.refuse_idle({"train": changes}, data, model, config, device)
         cls.check(data, model, config, device)
         run = cls(folder, data, model, config, application.load_tokenizers(folder), device)
-        if (chosen := stated(folder / CONFIG).chosen) is not None:
-            run.chosen = tuple(name for name in chosen if name not in changes)
+        before = stated(folder / CONFIG)
+        run.origin, chosen = before.origin, before.chosen
+        run.chosen = chosen and tuple(name for name in chosen if name not in changes)
         saved, report = read_json(folder / DATA), run.data_report()
         for name, what in (("fingerprint", "training"), ("validation", "validation")):
             if not isinstance(saved, dict) or name not in saved:

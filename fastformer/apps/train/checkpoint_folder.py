@@ -209,14 +209,18 @@ def _is_good(path: Path) -> bool:
 def find_checkpoint(path: Path | str, which: str = "best") -> Path:
     """Return the checkpoint in `path`, which is a run folder, its checkpoints folder, or a checkpoint itself.
 
-    which: "best" (the last one before the first validation), "last" or "average". Raises CheckpointError.
+    which: "best" (the last one before the first validation), "last", "average", or a name such as "step-200". Raises
+    CheckpointError.
     """
     path = Path(path)
-    check_value("which", which, str, choices=("best", "last", "average"))
+    if not (isinstance(which, str) and re.fullmatch(r"step-\d+", which)):
+        check_value("checkpoint", which, str, choices=("best", "last", "average", "step-N"))
     if (path / META).is_file():
         return path
     folder = CheckpointFolder(path / "checkpoints" if (path / "checkpoints").is_dir() else path)
-    checkpoint = {"best": folder.best_or_last, "last": folder.last, "average": folder.average}[which]()
+    named = {"best": folder.best_or_last, "last": folder.last, "average": folder.average}
+    checkpoint = named[which]() if which in named else next((p for p in folder.paths() if p.name == which), None)
     if checkpoint is None:
-        raise CheckpointError(f"{path}: holds no {which} checkpoint")
+        names = ", ".join(p.name for p in folder.paths())
+        raise CheckpointError(f"{path}: holds no {which} checkpoint{names and f'; it has {names}'}")
     return checkpoint

@@ -135,7 +135,7 @@ def test_the_run_goes_on_and_is_evaluated(run: Path) -> None:
     [
         ("--d-model 64", "d_model: set by the model of"),
         ("--vocabulary 100", "vocabulary has an effect only with tokenizer=bpe"),
-        ("--tokenizer bpe", "tokenizer must not be 'bpe' with a model to begin with"),
+        ("--tokenizer bpe", "tokenizer must be pretrained with a model to begin with"),
         ("--resume", "--resume takes its data and model from the run folder"),
     ],
 )
@@ -150,7 +150,8 @@ def test_what_is_the_folders_is_refused(folder: Path, tmp_path: Path, options: s
 def test_other_runs_begin_with_no_model_from_elsewhere(folder: Path, tmp_path: Path) -> None:
     command = f"train lm --from {folder} --run {tmp_path}/run --steps 1 --device cpu"
     ended = CliRunner().invoke(app, command.split())
-    assert str(ended.exception) == "language-model runs cannot begin with a pretrained model"
+    message = "holds no run and no exported model, with which a language-model run can begin"
+    assert str(ended.exception) == f"{folder} {message}"
     assert not (tmp_path / "run").exists()
 
 

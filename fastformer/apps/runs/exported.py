@@ -1,0 +1,63 @@
+"""Load a model that `fastformer export --format safetensors` wrote."""
+
+import json
+import sys
+from pathlib import Path
+from typing import Any, Literal, get_args
+
+import torch
+
+from fastformer.apps.models.sizes import check_memory
+from fastformer.apps.runs.kinds import application_of
+from fastformer.apps.settings import befores
+from fastformer.apps.train.weights import CheckpointError, check_size, load_weights
+from fastformer.settings import check_value
+
+Dtype = Literal["float32", "float16", "bfloat16"]
+
+
+def load_safetensors(folder: Path | str) -> Any:
+    """Load the model of a folder that `export_safetensors` wrote, in its dtype, in evaluation mode.
+
+    Raises:
+        fastformer.apps.train.CheckpointError: the folder holds no exported model, or a damaged one.
+    """
+    folder = Path(folder)
+    path = folder / "model.safetensors"
+    try:
+        content = json.loads((folder / "config.json").read_bytes())
+        application = application_of(content["kind"])
+        check_dtype(content["dtype"])
+        config = application.model(**{**befores(application.model), **content["model"]})
+        check_size(config.matrix_numbers, path.stat().st_size if path.is_file() else sys.maxsize, path)
+        check_memory(config)
+        built = application.network(config).to(getattr(torch, content["dtype"]))
+    except FileNotFoundError:
+        raise CheckpointError(f"{folder}: no exported model, there is no config.json") from None
+    except CheckpointError:
+        raise
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise CheckpointError(
+            f"{folder / 'config.json'}: not the configuration of an exported model: {error}"
+        ) from None
+    load_weights(built, path)
+    return built.eval()
+
+
+def exported_kind(folder: Path | str) -> str | None:
+    """Return the kind of an exported model; None for any other folder."""
+    try:
+        content = json.loads((Path(folder) / "config.json").read_bytes())
+        return str(content["kind"])
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):
+        return None
+
+
+def exported_data(folder: Path | str) -> dict[str, Any]:
+    """Return the settings for reading text of an exported model."""
+    return dict(json.loads((Path(folder) / "config.json").read_bytes()).get("data", {}))
+
+
+def check_dtype(dtype: object) -> None:
+    """Raise ValueError for a dtype that weights cannot be stored in."""
+    check_value("dtype", dtype, str, choices=get_args(Dtype))

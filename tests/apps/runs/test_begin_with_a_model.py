@@ -1,0 +1,87 @@
+"""`--from` takes a run or an exported model of the same kind; `--checkpoint a,b` averages weights."""
+
+import pytest
+import torch
+
+pytest.importorskip("typer", reason="the command line needs the extra `apps`")
+
+from fastformer.apps.export import export_safetensors
+from fastformer.apps.runs.folder import stated
+from fastformer.apps.runs.kinds import application_of
+from fastformer.apps.train import CheckpointFolder
+from tests.apps.cli.test_streaming import LINES, runs  # noqa: F401
+from tests.support.command_line import fastformer
+
+FOLDERS = {"translation": "translation", "language": "language", "classification": "classifier"}
+SMALL = "--steps 1 --warmup-steps 0 --lr 1e-30 --device cpu --threads 1"  # the weights stay
+COMMANDS = {
+    "translation": "train --train-source lines --train-target lines --valid-size 4 --test-size 4 --bleu-sentences 0",
+    "language": "train lm --train-text lines --held-out 0.2",
+    "classification": "train classify --train-text labelled --held-out 0.2",
+}
+
+
+@pytest.fixture
+def folder(runs, tmp_path):  # noqa: F811
+    (tmp_path / "lines").write_text("".join(f"{line} w{i}\n" for i, line in enumerate(LINES)))
+    (tmp_path / "labelled").write_text("".join(f"{'zxy'[i % 3]}\t{line} w{i}\n" for i, line in enumerate(LINES)))
+    return tmp_path
+
+
+def weights(application, folder, checkpoint="last"):
+    return application.load_weights(folder, checkpoint).state_dict()
+
+
+@pytest.mark.parametrize("exported", [False, True])
+@pytest.mark.parametrize("kind", COMMANDS)
+def test_a_run_begins_with_the_weights_tokenizers_and_lengths_of_another(runs, folder, kind, exported):  # noqa: F811
+    application, origin = application_of(kind), runs / FOLDERS[kind]
+    if exported:
+        model, tokenizers, data = application.load(origin)
+        origin = folder / "exported"
+        export_safetensors(origin, model, tokenizers, data={name: getattr(data, name) for name in application.reading})
+    done = fastformer(*COMMANDS[kind].split(), *SMALL.split(), "--from", str(origin), "--run", "new", cwd=folder)
+    assert done.returncode == 0, done.stderr
+    before = weights(application, runs / FOLDERS[kind])
+    for name, after in weights(application, folder / "new").items():
+        torch.testing.assert_close(after, before[name], rtol=0, atol=1e-20)
+    assert stated(folder / "new" / "config.toml").origin == str(origin)
+    data = application.read_config(folder / "new")["data"]
+    assert (data["tokenizer"], data[application.length]) == ("pretrained", 9)
+    if kind == "classification":
+        assert tuple(data["labels"]) == ("x", "y", "z")
+
+
+@pytest.mark.parametrize(
+    ("origin", "options", "message"),
+    [
+        ("language", "", "is a language-model run"),
+        ("translation", "--d-model 16", "d_model: set by the model of"),
+        ("translation", "--vocabulary 50", "vocabulary has an effect only"),
+        ("", "", "no model of transformers, there is no config.json"),
+    ],
+)
+def test_what_a_run_cannot_begin_with_is_one_line(runs, folder, origin, options, message):  # noqa: F811
+    (folder / "empty").mkdir()
+    origin = runs / origin if origin else folder / "empty"
+    command = f"{COMMANDS['translation']} {SMALL} --from {origin} {options} --run new"
+    done = fastformer(*command.split(), cwd=folder)
+    assert (done.returncode, done.stderr.count("\n")) == (2, 1)
+    assert message in done.stderr
+    assert not (folder / "new").exists()
+
+
+def test_the_mean_of_chosen_checkpoints(runs, folder):  # noqa: F811
+    application, run = application_of("language"), runs / "language"
+    first = weights(application, run)
+    config = application.load_weights(run, "last").config
+    checkpoints = CheckpointFolder(run / "checkpoints")
+    checkpoints.save(2, {name: 3 * x for name, x in first.items()}, {}, config)
+    mean = weights(application, run, "step-1,step-2")
+    for name, x in first.items():
+        torch.testing.assert_close(mean[name], 2 * x)
+    done = fastformer("generate", "--run", str(run), "--checkpoint", "step-1,step-9", "w1", cwd=folder)
+    assert (done.returncode, done.stderr) == (
+        2,
+        f"error: {run}: holds no step-9 checkpoint; it has step-1, step-2\n",
+    )

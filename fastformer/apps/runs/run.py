@@ -205,9 +205,7 @@ class Run(ABC):
         pretrained: Path | str | None = None,
         given: Given | None = None,
     ) -> Self:
-        """Read the data, learn the vocabularies, and write a new run folder.
-
-        With several processes, process 0 does that, and the others open the new folder.
+        """Read the data, learn the vocabularies, and write a new run folder in process 0; other processes open it.
 
         Args:
             folder: new or empty, or a run of this kind that ended before its first checkpoint, which is replaced.
@@ -215,21 +213,21 @@ class Run(ABC):
             device: of the model.
             pretrained: folder of the model and tokenizers that the run begins with; see `Application.begin_with`. The
                 data's `tokenizer` must then be "pretrained", and `model` may hold dropout rates only.
-            given: settings that a user stated, by section: data, model, train. All others are chosen, unless the run
-                begins with a pretrained model; see `fastformer.apps.runs.automatic_settings`. None: none is chosen.
+            given: settings that a user stated, by section. Others are chosen, unless the run begins with a model; see
+                `fastformer.apps.runs.automatic_settings`. None: none is chosen.
 
         Raises:
             FileExistsError: the folder holds a run or other files; raised before data is read.
             fastformer.apps.system.run_lock.RunLockedError: another process writes to the folder.
             ValueError: see `check`; raised before data is read.
-            FileNotFoundError: a process does not see the folder that process 0 made.
+            FileNotFoundError: a process does not see the folder of process 0.
         """
         if (data.tokenizer == PRETRAINED) != (pretrained is not None):
             raise ValueError(f"tokenizer must be {PRETRAINED} with a model to begin with (--from), and only then")
         folder, created, initial, tokenizers = Path(folder), list[Self](), None, None
         if pretrained is not None:
-            begun = cls.application.begin_with(Path(pretrained), model, data, given and given["data"])
-            (initial, tokenizers, model, data), given = begun, None
+            start = cls.application.begin_with(Path(pretrained), model, data, given and given["data"])
+            (initial, tokenizers, model, data), given = start, None
 
         def create_in_main() -> None:
             check_new(folder, cls.application.kind)

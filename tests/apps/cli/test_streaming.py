@@ -14,7 +14,9 @@ from fastformer.apps.classification.model import ClassifierConfig, SequenceClass
 from fastformer.apps.cli.console import input_batches, put_lines
 from fastformer.apps.language.model import LanguageConfig, LanguageModel
 from fastformer.apps.text import TextError, WordTokenizer
+from fastformer.apps.train import TrainConfig
 from fastformer.apps.translation.model import TranslationConfig, TranslationModel
+from fastformer.apps.translation.run import DataConfig, TranslationRun
 from tests.apps.runs.test_run_lock import ENVIRONMENT
 from tests.support.command_line import fastformer
 from tests.support.run_folders import save_run
@@ -148,3 +150,33 @@ def test_an_interrupted_output_is_kept_beside_the_earlier_one_and_named(tmp_path
     put_lines(iter(["three"]), out)
     assert out.read_text() == "three\n"
     assert sorted(path.name for path in tmp_path.iterdir()) == ["out", "out.2.partial", "out.partial"]
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ("translate --run translation <&-", "standard input is closed: give sentences, or --input"),
+        ("translate --run translation a >&-", "standard output is closed: give --output"),
+        ("translate --run translation --input lines >&-", "standard output is closed: give --output"),
+        ("generate --run language a >&-", "standard output is closed: give --output"),
+    ],
+)
+def test_a_closed_stream_is_named(runs, words, message):
+    """The answers would go nowhere, with exit status 0."""
+    command = f"exec {sys.executable} -m fastformer {words.replace(' --run', ' --device cpu --run')}"
+    done = subprocess.run(
+        command, shell=True, stderr=subprocess.PIPE, text=True, timeout=600, cwd=runs, env=ENVIRONMENT
+    )
+    assert (done.returncode, done.stderr) == (2, f"error: {message}\n")
+
+
+@pytest.mark.parametrize("device", ["meta", "mps", "xla", "vulkan", "privateuseone", "nonsense"])
+@pytest.mark.skipif(torch.backends.mps.is_available(), reason="this machine has it")
+def test_devices_that_cannot_train_are_named(runs, device):
+    with pytest.raises(ValueError, match=f"device='{device}' cannot be used"):
+        TranslationRun.check(DataConfig(), {"d_model": 8, "heads": 2}, TrainConfig(steps=1), device)
+    done = fastformer("translate", "--run", "translation", "--device", device, "a", cwd=runs)
+    message = f"device must be auto, cpu, cuda, cuda:N, mps or xpu, not {device!r}"
+    if device == "mps":
+        message = "device 'mps' was asked for, but torch sees no MPS devices"
+    assert (done.returncode, done.stderr) == (2, f"error: {message}\n")

@@ -16,6 +16,8 @@ from fastformer.apps.train.checkpoint import Checkpoint
 from fastformer.apps.translation.model import TranslationConfig, TranslationModel
 from fastformer.apps.translation.search import SearchOptions
 from fastformer.apps.translation.translator import Translator
+from tests.support.command_line import fastformer
+from tests.support.run_folders import save_run
 
 SENTENCES = ["a b c d", "e", "b b a f g", "unknown h a"]
 # Other ids and names than CTranslate2's defaults.
@@ -154,6 +156,23 @@ def test_safetensors_come_back(tmp_path, make, dtype):
     assert (tmp_path / "model" / "model.safetensors").stat().st_size < 1.2 * sum(
         p.numel() * p.element_size() for p in model.parameters()
     ) + 20_000
+
+
+@pytest.mark.parametrize("make", [translation_model, language_model])
+def test_a_run_is_exported(tmp_path, make):
+    model = make()
+    tokenizers, data = (
+        (TOKENIZERS, {"max_length": 9}) if make is translation_model else (TOKENIZERS[:1], {"context": 9})
+    )
+    save_run(tmp_path / "run", model, *tokenizers, **data)
+    done = fastformer("export", "--run", "run", "--format", "safetensors", "--to", "s", cwd=tmp_path)
+    assert (done.returncode, done.stdout) == (0, "s: config.json, model.safetensors, tokenizer\n"), done.stderr
+    exported = load_safetensors(tmp_path / "s").state_dict()
+    assert all(torch.equal(exported[name], weight) for name, weight in model.state_dict().items())
+    ctranslate2 = pytest.importorskip("ctranslate2")
+    done = fastformer("export", "--run", "run", "--quantization", "int8", "--to", "c", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert ctranslate2.contains_model(str(tmp_path / "c"))
 
 
 def test_exports_of_before_the_defaults_changed_come_back(tmp_path):

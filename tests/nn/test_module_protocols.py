@@ -1,9 +1,10 @@
-"""What other code does with modules: every module, stack and model of ours, beside torch's own where it has the class.
+"""Every module, stack and model beside torch.nn's, where it has the class, under what torch does with modules.
 
-Autocast, GradScaler, activation checkpointing, torch.func, copies, pickles and torch.export, on the reference.
+Autocast, GradScaler, activation checkpointing, torch.func, copies, pickles, torch.export, counters, modes, the profiler.
 """
 
 import copy
+import inspect
 import io
 import pickle
 from collections.abc import Callable
@@ -11,24 +12,30 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.func import functional_call, functionalize
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
+from torch.utils.flop_counter import FlopCounterMode
 
 import fastformer
+from fastformer import functional
+from fastformer.nn.modules import DROP_INS as REPLACED
 from tests.support.closeness import assert_close, gradients
+from tests.support.fused_op import needs_kernels
 from tests.support.protocol_cases import CASES, DROP_INS, Subject, leaves
 
 pytestmark = [pytest.mark.usefixtures("slow_path"), pytest.mark.filterwarnings("ignore:There is a performance drop")]
 HALVES = [torch.float16, torch.bfloat16]
 B, L = 3, 5
 PADDED = [*DROP_INS, "FeedForward", "LinearCrossEntropy"]  # the others take a Layout, which is no tensor
-# Where a stack leaves out padding torch computes something: those rows count for nothing.
+# Their outputs at padding are 0; those of torch are not compared.
 STACKS = ("TransformerEncoder", "TransformerDecoder", "Transformer")
 
 
 def real(name: str, out: Tensor, call: Any) -> Tensor:
-    """An output of torch's with what ours has at padding."""
+    """Return torch's output with zeros at padding."""
     if name not in STACKS:
         return out
     hidden = call[1]["src_key_padding_mask" if name == "TransformerEncoder" else "tgt_key_padding_mask"]
@@ -242,3 +249,48 @@ def test_a_module_without_memory_is_filled_by_assigning(name):
     filled.load_state_dict(module.state_dict(), assign=True)
     given = case.inputs(3, 5, torch.float32)
     assert torch.equal(case.run(case.function(filled), given), case.run(case.function(module), given))
+
+
+@pytest.mark.parametrize("ours", REPLACED.values())
+def test_forward_takes_torchs_arguments_in_torchs_order_and_every_argument_by_position(ours: type[nn.Module]) -> None:
+    """torch.onnx's exporter of traces passes every argument of a signature by position."""
+    given, expected = (inspect.signature(cls.forward).parameters for cls in (ours, getattr(nn, ours.__name__)))
+    assert [*given][: len(expected)] == [*expected]
+    assert all(given[name].default is its.default for name, its in expected.items())
+    assert {its.kind for its in given.values()} == {inspect.Parameter.POSITIONAL_OR_KEYWORD}
+
+
+@pytest.mark.parametrize("length", [100, 20_000])
+@pytest.mark.parametrize("randomness", ["same", "different"])
+def test_dropout_under_vmap_is_torchs(randomness: str, length: int) -> None:
+    x = torch.ones(4, length)
+    found = []
+    for dropout in (functional.dropout, F.dropout):
+        torch.manual_seed(0)
+        found.append(torch.vmap(lambda row, dropout=dropout: dropout(row, 0.5), randomness=randomness)(x))
+    assert torch.equal(*found)
+    assert (found[0][0] == found[0][1]).all() == (randomness == "same")
+
+
+def test_flops_are_counted() -> None:
+    attention, x = fastformer.MultiheadAttention(16, 4, batch_first=True).eval(), torch.randn(2, 5, 16)
+    with FlopCounterMode(display=False) as counter, torch.no_grad():
+        attention(x, x, x)
+    assert counter.get_total_flops() > 0
+
+
+class Ops(TorchDispatchMode):
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.seen = [*getattr(self, "seen", ()), func]
+        return func(*args, **(kwargs or {}))
+
+
+@needs_kernels
+def test_dispatch_modes_and_the_profiler_see_fused_ops(triton_backend: None) -> None:
+    x = torch.randn(4, 16)
+    with Ops() as ops:
+        functional.layer_norm(x, 16)
+    assert torch.ops.fastformer.layer_norm.default in ops.seen
+    with torch.profiler.profile() as profile:
+        functional.layer_norm(x, 16)
+    assert "fastformer::layer_norm" in {event.name for event in profile.events()}

@@ -124,16 +124,6 @@ def test_lengths_in_a_wider_batch():
         Layout.from_lengths([2, 5], columns=4)
 
 
-def test_a_layout_moves_to_another_device():
-    layout = Layout.from_lengths([2, 1])
-    assert layout.to("cpu") is layout
-    assert layout.mask().device.type == "cpu"
-    moved = layout.to("meta")
-    assert moved.mask().device.type == "meta"  # it remembers nothing of the other device
-    assert {x.device.type for x in (moved.offsets, moved.positions, moved.slots, moved.origin)} == {"meta"}
-    assert moved.lengths.tolist() == [2, 1]  # stay on the CPU
-
-
 @pytest.mark.parametrize("backend", ["reference", pytest.param("triton", marks=needs_kernels)])
 def test_a_layout_forgets_other_layouts_and_is_freed_at_once(backend):
     """A loop over different keys, with one layout of queries, keeps the last keys at most."""

@@ -1,6 +1,6 @@
 """Every module, stack and model beside torch.nn's, where it has the class, under what torch does with modules.
 
-Autocast, GradScaler, activation checkpointing, torch.func, copies, pickles, torch.export, counters, modes, the profiler.
+Autocast, GradScaler, activation checkpointing, torch.func, copies, pickles, torch.export, counters, modes, profiler.
 """
 
 import copy

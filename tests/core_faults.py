@@ -211,7 +211,7 @@ ROWS: dict[str, list[tuple[str, str, str]]] = {
     "nn/conversion": [
         ('module.__dict__.pop("padding_free", None)', "pass",
          "nn/test_conversion.py::test_convert_changes_a_model_in_place_and_revert_undoes_it"),
-        ("if parametrize.is_parametrized(module):", "if False:",
+        ('"parametrised" if parametrize.is_parametrized(module) else None', "None",
          "nn/test_conversion.py::"
          "test_modules_that_convert_leaves_are_reported"),
         ('elif "forward" in module.__dict__:', "elif False:",

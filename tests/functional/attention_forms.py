@@ -27,7 +27,7 @@ def naive(
     distance_bias: Tensor | None = None,
     sinks: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Attention one query at a time, as the documentation of the op words it."""
+    """Compute attention one query at a time, as the documentation of the op words it."""
     (B, H, T, K), S, group = q.shape, k.shape[2], q.shape[1] // k.shape[1]
     scale = 1 / math.sqrt(K) if scale is None else scale
     mask = None if mask is None else mask.expand(B, H, T, S)

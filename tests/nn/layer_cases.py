@@ -25,7 +25,7 @@ class Twice(nn.Module):
 
 
 def randomise(module):
-    """Values that leave no bias zero and no norm weight one."""
+    """Draw all parameters, so that no bias is zero and no norm weight is one."""
     with torch.no_grad():
         for parameter in module.parameters():
             parameter.copy_(torch.randn(parameter.shape, dtype=torch.float64) * 0.4)
@@ -56,7 +56,7 @@ def twins(kind, dtype=torch.float64, **settings):
 
 
 def inputs_for(kind, batch_first=True, dtype=torch.float64, batched=True):
-    """Source; target and memory; or source and target."""
+    """Return the inputs: source; target and memory; or source and target."""
     lengths = (T,) if "Encoder" in kind else (S, T) if kind == "Transformer" else (T, S)
     shapes = [(n, D) if not batched else (B, n, D) if batch_first else (n, B, D) for n in lengths]
     return tuple(random(*shape, dtype=dtype) for shape in shapes)
@@ -93,7 +93,7 @@ MASKS = ("padding", "causal", "causal hint", "3-D and padding", "hint and paddin
 
 
 def arguments_for(kind, masks, additive):
-    """Torch's arguments for a form of masks; no query is left without keys."""
+    """Return torch's arguments for a form of masks; no query is left without keys."""
     typed = minus_infinity if additive else lambda mask: mask
     padding, memory_padding = typed(right([3, 5, 5], T)), typed(right([4, 1, 4], S))
     causal = typed(AHEAD)

@@ -33,7 +33,7 @@ def assert_close(actual: Results, expected: Results, roundings: float = 100.0) -
 
 
 def gradients(output: Results, inputs: Iterable[Tensor]) -> list[Tensor]:
-    """Gradients of a fixed random combination of the outputs' elements; zeros where an input plays no part."""
+    """Return gradients of a fixed random combination of the outputs' elements; zeros where an input is not used."""
     outputs = [output] if isinstance(output, Tensor) else output
     generator = torch.Generator().manual_seed(7)
     directions = [torch.randn(x.shape, generator=generator, dtype=torch.float64).to(x) for x in outputs]
@@ -78,5 +78,5 @@ def assert_derivatives(op: Callable[..., Any], inputs: Sequence[Tensor]) -> None
 
 
 def random(*shape: int, dtype: torch.dtype = torch.float64, grad: bool = True) -> Tensor:
-    """Standard normal values, a leaf that wants a gradient."""
+    """Return a leaf of standard normal values that requires a gradient."""
     return torch.randn(*shape, dtype=torch.float64).to(dtype).requires_grad_(grad)

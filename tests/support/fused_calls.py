@@ -34,7 +34,7 @@ def ids(n: int, device: str) -> Tensor:
 
 
 def turned(n: int, device: str) -> tuple[Tensor, Tensor, Tensor]:
-    """Positions that do not grow, and tables for a part of each head."""
+    """Return positions that are not sorted, and tables for a part of each head."""
     angles = torch.arange(V, device=device)[:, None] / (1.0 + torch.arange(D // 2 - 2, device=device))
     return 7 * ids(n, device) % V, angles.cos(), angles.sin()
 

@@ -57,14 +57,14 @@ def poisoned() -> Iterator[None]:
 
 
 def rounded(dtype: torch.dtype, *tensors: Tensor | None) -> list[Tensor | None]:
-    """fp64 copies of the tensors with the values that they have in `dtype`; leaves that want a gradient if float."""
+    """Return fp64 copies of tensors rounded to `dtype`; floating-point ones require a gradient."""
     return [
         x if x is None or not x.is_floating_point() else x.detach().to(dtype).double().requires_grad_() for x in tensors
     ]
 
 
 def outputs_and_gradients(op: Op, inputs: Sequence[Tensor | None], dtype: torch.dtype) -> list[Tensor]:
-    """All outputs of op and the gradients of every floating-point input, run in `dtype`."""
+    """Run op in `dtype`: return all outputs, and the gradients of every floating-point input."""
     cast = [
         x if x is None else x.detach().to(DEVICE, dtype).requires_grad_() if x.is_floating_point() else x.to(DEVICE)
         for x in inputs

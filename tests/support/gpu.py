@@ -17,7 +17,7 @@ MARKS = [
 
 
 def peak_memory(run: Callable[[], object]) -> int:
-    """Bytes that `run` takes at its peak, beyond what is there before; run twice, as the first time compiles."""
+    """Return the peak memory of `run` in bytes, beyond what is allocated before; the first of two runs compiles."""
     run()
     torch.cuda.synchronize()
     torch.cuda.reset_peak_memory_stats()
@@ -41,7 +41,7 @@ def no_host_sync() -> Iterator[None]:
 
 
 def captured(step: Callable[[], list[Tensor]]) -> tuple[Callable[[], object], list[Tensor]]:
-    """Capture a step: what repeats it, and tensors that then hold the results.
+    """Capture a step: return a function that replays it, and the tensors that hold its results.
 
     Where the step cannot be captured, its own error is raised, and the process can still draw random numbers.
     """
@@ -54,7 +54,7 @@ def captured(step: Callable[[], list[Tensor]]) -> tuple[Callable[[], object], li
 
 
 def counted_captures(monkeypatch: pytest.MonkeyPatch) -> list[Recorded]:
-    """A list that gets every capture that does not fail."""
+    """Return a list that collects every capture that does not fail."""
     seen: list[Recorded] = []
     capture = CudaRecorder.capture
 

@@ -46,7 +46,7 @@ _PRODUCTS = {_aten.mm: 0, _aten.bmm: 0, _aten.addmm: 1, _aten.baddbmm: 1}  # whe
 
 
 def _terms(func: Any, args: Any) -> int:
-    """How many numbers are added up for an element of the result."""
+    """Return how many numbers are summed for an element of the result."""
     name = func.overloadpacket
     if name in _PRODUCTS:
         return int(args[_PRODUCTS[name]].shape[-1])
@@ -97,7 +97,7 @@ class _Rounded(TorchDispatchMode):
 
 
 def noise(run: Callable[[], Sequence[Tensor]], exact: Sequence[Tensor], dtype: torch.dtype) -> list[float]:
-    """How far each result of `run` moves: the root mean square, over draws, of the largest difference to `exact`."""
+    """Return how far each result of `run` moves: the root mean square, over draws, of its largest difference to `exact`."""
     squares = torch.zeros(len(exact), dtype=torch.float64)
     for seed in range(DRAWS):
         with sdpa_kernel(SDPBackend.MATH), _Rounded(dtype, exact[0].device, seed):

@@ -18,7 +18,7 @@ PRELOADED = ["torch.distributed", "torch._dynamo"]
 
 
 def start_processes(work: Callable[..., None], arguments: tuple[Any, ...], count: int, join: bool = True) -> Any:
-    """`torch.multiprocessing.spawn`, whose processes would import everything anew each."""
+    """Start processes that share imports, which `torch.multiprocessing.spawn` repeats for each."""
     multiprocessing.set_forkserver_preload(PRELOADED)
     return torch.multiprocessing.start_processes(work, arguments, count, join, start_method="forkserver")
 
@@ -48,7 +48,7 @@ def run_two(work: Callable[..., None], folder: Path) -> None:
 
 
 def ends(pid: int, seconds: float = 2.0) -> bool:
-    """Whether a process that is not ours to wait for ends within so many seconds; a zombie has."""
+    """Return whether a process that is no child ends within so many seconds; a zombie has ended."""
     deadline = time.monotonic() + seconds
     while time.monotonic() < deadline:
         try:

@@ -35,7 +35,7 @@ class Subject:
     method: str = "forward"
 
     def pair(self, dropout: float = 0.0, dtype: torch.dtype = torch.float32) -> tuple[nn.Module, nn.Module]:
-        """Our module and torch's; ours twice where torch has none. Norms and biases are random, so that swaps show."""
+        """Build our module and torch's, or ours twice; norms and biases are random, so that swapped ones show."""
         ours, other = (self.make(library, dropout).to(dtype) for library in (fastformer, nn if self.torchs else None))
         with torch.no_grad():
             for parameter in ours.parameters():
@@ -50,23 +50,23 @@ class Subject:
         return out[0] if isinstance(out, tuple) else out
 
     def function(self, module: nn.Module) -> Callable[..., Any]:
-        """What users call, and hand to torch.compile."""
+        """Return what users call, and pass to torch.compile."""
         return module if self.method == "forward" else getattr(module, self.method)  # type: ignore[no-any-return]
 
 
 def leaves(call: Call, module: nn.Module) -> list[Tensor]:
-    """What a call has gradients of."""
+    """Return the inputs of a call that require gradients, and the parameters of the module."""
     given = [x for x in call[0] if isinstance(x, Tensor) and x.requires_grad]
     return [*dict.fromkeys(given), *module.parameters()]
 
 
 def lengths(B: int, L: int) -> list[int]:
-    """Ragged, the longest L, none 0."""
+    """Return ragged lengths: the longest is L, none is 0."""
     return [max(1, L - 2 * b) for b in range(B)]
 
 
 def padding(B: int, L: int) -> Tensor:
-    """True = padding."""
+    """Return bool `[B, L]`, True = padding."""
     return torch.arange(L) >= torch.tensor(lengths(B, L))[:, None]
 
 

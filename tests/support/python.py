@@ -9,7 +9,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 def variables(*paths: Path, **given: str | None) -> dict[str, str]:
-    """Those of this process with others; None takes one away. `paths` come before our packages.
+    """Return the environment of this process with changes; None removes a variable. `paths` come before our packages.
 
     Without what workers of pytest tell one another: in a worker pytest-benchmark switches itself off.
     """
@@ -22,7 +22,7 @@ def variables(*paths: Path, **given: str | None) -> dict[str, str]:
 def python(
     *arguments: str | Path, paths: tuple[Path, ...] = (), timeout: float = 900, **given: str | None
 ) -> subprocess.CompletedProcess[str]:
-    """Run it to its end, in the root of the repository."""
+    """Run Python to its end, in the root of the repository."""
     return subprocess.run(
         [sys.executable, *arguments], capture_output=True, text=True, timeout=timeout, cwd=ROOT,
         env=variables(*paths, **given),

@@ -31,7 +31,7 @@ INDEXING = {"index", "index_put", "index_put_", "_index_put_impl_", "_unsafe_ind
 
 
 def _waits(func: Any, args: Any, kwargs: Any) -> bool:
-    """Whether the host would wait for a device that did this."""
+    """Return whether the host would wait for a device that runs this operation."""
     name = func.overloadpacket.__name__
     if name == "repeat_interleave":
         return func._overloadname == "Tensor" and kwargs.get("output_size") is None
@@ -123,7 +123,7 @@ def taped(monkeypatch: pytest.MonkeyPatch, module: ModuleType) -> TapeRecorder:
 def steps_of_both(
     model: TranslationModel, lengths: list[int], steps: int, hypotheses: int = 1, leave_at: Collection[int] = ()
 ) -> Iterator[tuple[Tensor, Tensor]]:
-    """The logits of a static and of a growing state, step by step, fed the same random tokens.
+    """Yield the logits of a static and of a growing state, step by step, for the same random tokens.
 
     Hypotheses of a sentence change places after every step, and after the steps `leave_at` the first sentence leaves.
     """

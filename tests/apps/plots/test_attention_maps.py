@@ -14,7 +14,7 @@ from fastformer.packing import Layout
 from tests.support import single_stack, translation_task
 from tests.support.language_task import random_model
 from tests.support.single_stack import TorchTwin
-from tests.support.torch_recorders import weights_of
+from tests.support.attention_weights import weights_of
 from tests.support.translation_task import random_ids
 
 VARIANTS = {

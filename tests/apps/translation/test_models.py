@@ -11,7 +11,7 @@ from torch import nn
 
 from fastformer.apps.models.embeddings import Embedding, sinusoidal_positions
 from fastformer.apps.translation.model import TranslationModel, translation_loss
-from tests.support.torch_recorders import weights_of
+from tests.support.attention_weights import weights_of
 from tests.support.translation_task import (
     BOS,
     PAD,

@@ -28,7 +28,7 @@ LAYERS: dict[str, dict[str, Any]] = {
 
 
 def both(kind: str, **options: Any) -> tuple[nn.Module, Any]:
-    """A stack of torch.nn, and ours of the same weights, in evaluation mode."""
+    """Return a stack of torch.nn, and ours with the same weights, in evaluation mode."""
     torch.manual_seed(0)
     settings = {"d_model": D, "nhead": HEADS, "dim_feedforward": 24, "dropout": 0.5, **options}
     theirs = build(nn, f"Transformer{kind.capitalize()}", **settings).eval()
@@ -52,7 +52,7 @@ class Uncached:
 
     @torch.no_grad()
     def read(self, new: list[Tensor]) -> list[Tensor]:
-        """The outputs at the new tokens of each row."""
+        """Return the outputs at the new tokens of each row."""
         self.rows = [torch.cat(pair) for pair in zip(self.rows, new, strict=True)]
         return [self.alone(row)[len(self.rows[row]) - len(x) :] for row, x in enumerate(new)]
 
@@ -83,7 +83,7 @@ def drawn(*lengths: int, seed: int = 0) -> list[Tensor]:
 
 
 def assert_reads(stack: Any, cache: KVCache, uncached: Uncached, new: list[Tensor], how: str) -> None:
-    """New tokens of each row, given as equally many, padded or packed, have the outputs of the whole rows."""
+    """Compare a step on new tokens (equally many, padded or packed) with the outputs of the whole rows."""
     expected = uncached.read(new)
     lengths = torch.tensor([len(x) for x in new])
     order = cache.batch_first
@@ -104,7 +104,7 @@ def assert_reads(stack: Any, cache: KVCache, uncached: Uncached, new: list[Tenso
 
 
 def caches(kind: str, rows: list[int], hypotheses: int = 1, **options: Any) -> Iterator[tuple[Any, KVCache, Uncached]]:
-    """Ours with a new cache, and torch.nn's; of a decoder by each form of memory.
+    """Yield our stack, a new cache and torch.nn's stack; for a decoder, with each form of memory.
 
     rows: the length of each sentence's memory.
     """

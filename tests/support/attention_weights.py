@@ -4,7 +4,7 @@ from torch import Tensor, nn
 
 
 def weights_of(model: nn.Module, *inputs: Tensor) -> list[Tensor]:
-    """Return the weights of each attention of a model, in the order of the calls: `[heads, T, S]` of the first sequence."""
+    """Return the weights of each attention of a model, in order of the calls: `[heads, T, S]` of sequence 0."""
     seen = []
 
     def watch(module: nn.MultiheadAttention) -> None:

@@ -97,7 +97,7 @@ class _Rounded(TorchDispatchMode):
 
 
 def noise(run: Callable[[], Sequence[Tensor]], exact: Sequence[Tensor], dtype: torch.dtype) -> list[float]:
-    """Return how far each result of `run` moves: the root mean square, over draws, of its largest difference to `exact`."""
+    """Return how far each result of `run` moves: the root mean square of its largest differences to `exact`."""
     squares = torch.zeros(len(exact), dtype=torch.float64)
     for seed in range(DRAWS):
         with sdpa_kernel(SDPBackend.MATH), _Rounded(dtype, exact[0].device, seed):

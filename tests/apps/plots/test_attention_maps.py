@@ -12,9 +12,9 @@ from fastformer.apps.plots.attention_maps import attend_ids
 from fastformer.apps.text import WordTokenizer
 from fastformer.packing import Layout
 from tests.support import single_stack, translation_task
+from tests.support.attention_weights import weights_of
 from tests.support.language_task import random_model
 from tests.support.single_stack import TorchTwin
-from tests.support.attention_weights import weights_of
 from tests.support.translation_task import random_ids
 
 VARIANTS = {

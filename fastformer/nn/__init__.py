@@ -2,7 +2,7 @@
 
 from fastformer.nn.cache import KVCache, StaticKVCache
 from fastformer.nn.conversion import Conversion, Entry, convert, revert
-from fastformer.nn.inference_weights import pack_weights
+from fastformer.nn.fast_path import pack_weights
 from fastformer.nn.layers import TransformerDecoderLayer, TransformerEncoderLayer
 from fastformer.nn.modules import FeedForward, LayerNorm, LinearCrossEntropy, RMSNorm, token_wise
 from fastformer.nn.multihead_attention import MultiheadAttention

@@ -112,7 +112,8 @@ class Stack(nn.Module):
         Arguments that do not fit together run padded too, which reports them.
         """
         x, memory = inputs[0], inputs[-1]
-        if x.is_nested or (isinstance(memory, Tensor) and memory.is_nested):
+        nested_memory = memory.nested if isinstance(memory, PackedInput) else getattr(memory, "is_nested", False)
+        if x.is_nested or nested_memory:
             names = "src" if len(inputs) == 1 else "tgt and memory"
             return pack_nested(names, inputs, masks, inspection.obstacle)
         has_padding = isinstance(memory, PackedInput) or any(m.padding is not None for m in masks)

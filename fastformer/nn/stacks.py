@@ -18,7 +18,7 @@ from fastformer.packing import Layout
 
 @drop_in
 class TransformerEncoder(Stack, nn.TransformerEncoder):
-    """torch.nn.TransformerEncoder on fastformer's layers; a torch.nn layer is converted.
+    """torch.nn.TransformerEncoder on fastformer's layers: copies of a torch.nn layer and the norm are converted.
 
     A batch with a src_key_padding_mask runs without its padding (`padding_free`), and its padded rows are 0. Outputs
     of real tokens are torch's. A mask may have padding anywhere; one of 0 and -inf counts as bool. Arguments are those
@@ -95,7 +95,7 @@ class TransformerEncoder(Stack, nn.TransformerEncoder):
 
 @drop_in
 class TransformerDecoder(Stack, nn.TransformerDecoder):
-    """torch.nn.TransformerDecoder on fastformer's layers; a torch.nn layer is converted.
+    """torch.nn.TransformerDecoder on fastformer's layers: copies of a torch.nn layer and the norm are converted.
 
     A batch with a key padding mask runs without that padding (`padding_free`); its padded rows are 0.
     """

@@ -137,6 +137,8 @@ def test_nested_tensors_take_no_mask():
             ours.decoder(x, x, **{name: mask})
     with pytest.raises(TypeError, match=r"nested must be a nested tensor, not one of shape \[3, 4, 6\]"):
         ours.decoder(x, torch.zeros(3, 4, D))
+    with pytest.raises(TypeError, match=r"nested must be a nested tensor, not one of shape \[3, 4, 6\]"):
+        ours(x, torch.zeros(3, 4, D))
 
 
 def test_batches_that_differ_are_named():

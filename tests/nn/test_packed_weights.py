@@ -14,18 +14,18 @@ from torch import Tensor, nn
 
 import fastformer
 from fastformer.functional import linear_cross_entropy
-from fastformer.nn import inference_weights, pack_weights
-from fastformer.nn.inference_weights import PackedWeight
+from fastformer.nn import fast_path, pack_weights
+from fastformer.nn.fast_path import PackedWeight
 
 EPS32 = 2.0**-24
 
-needs_blocks = pytest.mark.skipif(not inference_weights._BLOCKS, reason="this PyTorch has no products with blocks")
+needs_blocks = pytest.mark.skipif(not fast_path._BLOCKS, reason="this PyTorch has no products with blocks")
 
 
 @pytest.fixture(autouse=True)
 def small(monkeypatch: pytest.MonkeyPatch) -> None:
     """Pack weights of a few numbers like large ones."""
-    monkeypatch.setattr(inference_weights, "_MIN_PACKED_SIZE", 1)
+    monkeypatch.setattr(fast_path, "_MIN_PACKED_SIZE", 1)
 
 
 def packed(values: Tensor) -> PackedWeight:
@@ -72,7 +72,7 @@ def test_parts_are_rows_of_the_whole() -> None:
     assert weight[4:] is k  # packed once
     for first in range(12):
         check(F.linear(x, weight[first:]), x, values[first:])
-    assert len(weight.copies) <= inference_weights._MAX_SLICES + 1
+    assert len(weight.copies) <= fast_path._MAX_SLICES + 1
 
 
 @needs_blocks
@@ -144,7 +144,7 @@ def test_a_changed_weight_is_packed_anew(change: str) -> None:
 @pytest.mark.parametrize("few", [True, False])
 def test_without_blocks_weights_are_parameters_by_columns(monkeypatch: pytest.MonkeyPatch, few: bool) -> None:
     """Where a weight is small, and where there is no oneDNN; an embedding that shares it keeps its rows."""
-    monkeypatch.setattr(inference_weights, *(("_MIN_PACKED_SIZE", 1 << 18) if few else ("_BLOCKS", False)))
+    monkeypatch.setattr(fast_path, *(("_MIN_PACKED_SIZE", 1 << 18) if few else ("_BLOCKS", False)))
     model = nn.Sequential(nn.Embedding(5, 4), nn.Linear(4, 5), nn.Linear(4, 5))
     model[1].weight = model[0].weight
     before = model[1](model[0](torch.tensor([1, 2])))

@@ -5,11 +5,7 @@ The fused op runs torch's matrix products, and one kernel between them in each d
     h = x weight1^T + bias1        a = dropout(activation(h))        y = a weight2^T + bias2
 
 Saved for backward, beside the weights: x, and a if the activation is ReLU (its zeros replace h), else h, from which the
-backward kernel computes a again. Bytes per token in 16 bits: 2 D + 2 F, where plain PyTorch saves
-2 D + 5 F (h, a, and dropout's mask of one byte): 10/22 at F = 4 D. Gated, 2 D + 4 F against 2 D + 9 F: 18/38. With
-`recompute` x alone is saved, 2/22 and 2/38, for one more matrix product in backward.
-
-The matrix products stay torch's own: no product with the activation in its epilogue has been measured to be faster.
+backward kernel computes a again; with `recompute` x alone. docs/kernels/feed-forward.md compares the bytes.
 
 Letters: D model width, F feed-forward width, M rows.
 """
@@ -99,8 +95,7 @@ def _check(
 def activate(x: Tensor, activation: Activation) -> Tensor:
     """Apply an activation; the gated forms take `[..., 2F]` = (gate, value) to `[..., F]` (Shazeer 2020).
 
-    Numbers are torch's, also where they depend on the CPU: gelu(inf) is NaN where oneDNN runs its AVX-512 code, and inf
-    elsewhere. The kernels compute the formula, inf.
+    Numbers are torch's: gelu(inf) is NaN where oneDNN runs its AVX-512 code, and inf elsewhere, as in the kernels.
     """
     match activation:
         case "relu":

@@ -181,17 +181,9 @@ _in_chunks_op = torch.library.custom_op(f"{NAMESPACE}::chunked_cross_entropy", _
 
 
 @_in_chunks_op.register_fake
-def _(
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    target: Tensor,
-    ignore_index: int,
-    label_smoothing: float,
-    wanted: list[bool],
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def _(x: Tensor, weight: Tensor, *rest: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     wide = torch.promote_types(weight.dtype, torch.float32)
-    return weight.new_empty(x.shape[0], dtype=wide), *zero_gradients(x, weight, wanted, wide, wide)
+    return weight.new_empty(x.shape[0], dtype=wide), *zero_gradients(x, weight, rest[-1], wide, wide)
 
 
 def _fits_one_chunk(x: Tensor, weight: Tensor) -> bool:

@@ -19,7 +19,7 @@ from fastformer.functional.attention.reference import only_causal
 from fastformer.functional.attention.rules import AttentionRules
 from fastformer.functional.preferences import SIXTEEN_BITS, Use, why_sdpa
 from fastformer.host.devices import product_dtype
-from fastformer.modes import batched, forward_ad, function_modes, functorch_level
+from fastformer.modes import batched, compiling, forward_ad, function_modes, functorch_level
 from fastformer_kernels.host.architecture import architecture_of
 
 OPS = (
@@ -111,20 +111,24 @@ def unsupported(op: str, x: Tensor) -> str | None:
 def why_sdpa_takes(q: Tensor, k: Tensor, v: Tensor, rules: AttentionRules, keys: int) -> str | None:
     """Return why "auto" passes an attention call that the kernels support to SDPA, or None if the kernels run it.
 
-    SDPA gets plain calls only (`preferences`), with dropout as torch draws it, and none under
+    SDPA gets plain calls (`preferences`), with dropout as torch draws it. In exact fp32 it gets calls with masks and
+    lengths too, because it multiplies on tensor cores and the kernels do not. It gets none under
     `torch.use_deterministic_algorithms(True)`. A flash implementation that the user activated in torch gets all plain
     calls of 16 bits, because no row of the table compares with it.
 
     Args:
-        q, k, v: dense `[B, H, L, K]`, or packed `[L, H, K]` where all sequences have the same length.
+        q, k, v: dense `[B, H, L, K]`, or packed `[L, H, K]`.
         rules: as `check_attention` and `check_packed_attention` return them.
         keys: the number of keys of a sequence.
     """
-    if any(x is not None for x in (rules.window, rules.softcap, *rules.tensors)):
+    if any(x is not None for x in (rules.window, rules.softcap, rules.distance_bias, rules.sinks)):
         return None
-    if (rules.causal and not only_causal(rules)) or torch.are_deterministic_algorithms_enabled():
+    if torch.are_deterministic_algorithms_enabled() or (rules.mask is not None and rules.mask.requires_grad):
         return None
     dtype = product_dtype(q)
+    is_plain = all(x is None for x in rules.tensors) and (not rules.causal or only_causal(rules))
+    if not is_plain and not is_exact_fp32(q):
+        return None
     # SDPA has no fused backend for grouped heads in fp32, and none that drops all weights.
     if keys == 0 or rules.dropout_p == 1.0 or (dtype == torch.float32 and q.shape[1] != k.shape[1]):
         return None
@@ -134,6 +138,13 @@ def why_sdpa_takes(q: Tensor, k: Tensor, v: Tensor, rules: AttentionRules, keys:
     use: Use = "training" if training else "decoding" if decodes(q, k, v) else "inference"
     head_size = max(q.shape[-1], v.shape[-1])
     return why_sdpa(architecture_of(_target(q.get_device())), dtype, use, head_size, keys)
+
+
+def is_exact_fp32(q: Tensor) -> bool:
+    """Return whether the kernels multiply in fp32 without tensor cores; False while compiling."""
+    if compiling() or product_dtype(q) != torch.float32:
+        return False
+    return bool(torch.backends.cuda.matmul.fp32_precision != "tf32")
 
 
 def runs_fused(

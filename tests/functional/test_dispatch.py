@@ -39,6 +39,9 @@ def run(monkeypatch):
     monkeypatch.setattr(op.fused, "packed_attention", lambda *arguments: fused(*arguments)[0])
     monkeypatch.setattr(op.packed_reference, "packed_attention", lambda q, *_: q)
     monkeypatch.setattr(F, "scaled_dot_product_attention", sdpa)
+    # Positions of a GPU cannot be compared without one.
+    monkeypatch.setattr(op.reference, "allowed_positions", lambda *_: None)
+    monkeypatch.setattr(op.reference, "blank_padding", lambda q, k, v, rules: (q, k, v))
     monkeypatch.setattr(choice, "FAULT_OF_LAUNCHERS", None)
 
     def run(target, call, backend="auto"):
@@ -75,6 +78,20 @@ CALLS = {
     "causal, scale 0": ({"rules": lambda: {"causal": True, "scale": 0.0}}, "triton"),
     "bottom right": ({"keys": T + 1, "rules": lambda: {"causal": True, "alignment": "bottom_right"}}, "triton"),
     "window": ({"rules": lambda: {"window": (2, 0)}}, "triton"),
+    "lengths, fp32": (
+        {"dtype": torch.float32, "rules": lambda: {"key_lengths": torch.ones(B, dtype=torch.int64)}},
+        "sdpa",
+    ),
+    "mask, fp32": ({"dtype": torch.float32, "rules": lambda: {"mask": torch.ones(T, T)}}, "sdpa"),
+    "trained mask, fp32": (
+        {"dtype": torch.float32, "rules": lambda: {"mask": torch.ones(T, T, requires_grad=True)}},
+        "triton",
+    ),
+    "bottom right, fp32": (
+        {"dtype": torch.float32, "keys": T + 1, "rules": lambda: {"causal": True, "alignment": "bottom_right"}},
+        "sdpa",
+    ),
+    "window, fp32": ({"dtype": torch.float32, "rules": lambda: {"window": (2, 0)}}, "triton"),
     "softcap": ({"rules": lambda: {"softcap": 9.0}}, "triton"),
     "sinks": ({"rules": lambda: {"sinks": torch.ones(H)}}, "triton"),
     "bias": ({"rules": lambda: {"distance_bias": torch.ones(H, 2 * T - 1)}}, "triton"),
@@ -143,6 +160,17 @@ def test_the_backend_and_determinism_decide_first(run):
         torch.use_deterministic_algorithms(False)
 
 
+def test_kernels_that_multiply_in_tf32_keep_calls_with_padding(run):
+    call, expected = CALLS["lengths, fp32"]
+    precision = torch.backends.cuda.matmul.fp32_precision
+    torch.backends.cuda.matmul.fp32_precision = "tf32"
+    try:
+        assert run("sm_90", lambda: attend(**call)) == "triton"
+    finally:
+        torch.backends.cuda.matmul.fp32_precision = precision
+    assert run("sm_90", lambda: attend(**call)) == expected
+
+
 def test_autocast_decides_by_the_dtype_that_it_computes_in(run):
     with cuda_autocast():
         assert run("sm_90", lambda: attend(kv_heads=2, dtype=torch.float32)) == "sdpa"
@@ -158,16 +186,17 @@ def test_a_measured_row_decides_by_use_head_size_and_length(run, monkeypatch):
     assert run("sm_80", attend) == "sdpa"
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("lengths", [[T] * B, [T, T - 1]])
-def test_packed_sequences_of_one_length_are_a_plain_call(lengths, run):
+def test_packed_sequences_of_one_length_are_a_plain_call(lengths, dtype, run):
     layout = Layout.from_lengths(lengths)
 
     def call() -> None:
-        x = torch.empty(layout.total, H, K, dtype=torch.bfloat16)
+        x = torch.empty(layout.total, H, K, dtype=dtype)
         on_gpu = layout.made_of([torch.empty(tensor.shape, dtype=torch.int64) for tensor in layout.tensors])
         functional.packed_attention(x, x, x, on_gpu, causal=True)
 
-    assert run("sm_90", call) == ("reference" if layout.full else "triton")
+    assert run("sm_90", call) == ("triton" if dtype == torch.bfloat16 and not layout.full else "reference")
 
 
 def test_modules_leave_whole_batches_to_sdpa(run):

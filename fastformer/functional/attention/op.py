@@ -12,7 +12,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from fastformer.functional.attention import fused, packed_reference, reference
 from fastformer.functional.attention.arguments import check_attention, check_packed_attention
 from fastformer.functional.attention.rules import Alignment, AttentionRules, Window
-from fastformer.functional.choice import runs_fused, why_sdpa_takes
+from fastformer.functional.choice import is_exact_fp32, runs_fused, why_sdpa_takes
 from fastformer.host.autograd_function import Formula, eager_formula
 from fastformer.modes import compiling
 from fastformer.packing import Layout
@@ -136,9 +136,11 @@ def packed_attention(
     rules = check_packed_attention(q, k, v, layout, key_layout, rules)
 
     def slower() -> str | None:
-        # Sequences of one length are a dense batch, which the reference passes to SDPA.
-        is_dense = not compiling() and layout.known and key_layout.known and layout.full and key_layout.full
-        return why_sdpa_takes(q, k, v, rules, key_layout.max_length) if is_dense else None
+        if compiling() or not (layout.known and key_layout.known):
+            return None
+        # Sequences of one length are a dense batch, which the reference passes to SDPA; others it passes in groups.
+        is_dense = layout.full and key_layout.full
+        return why_sdpa_takes(q, k, v, rules, key_layout.max_length) if is_dense or is_exact_fp32(q) else None
 
     def plain(q: Tensor, k: Tensor, v: Tensor, rules: AttentionRules) -> Tensor:
         return packed_reference.packed_attention(q, k, v, layout, key_layout, rules)

@@ -6,7 +6,7 @@ ids and labels as Sequences ─ LabelledBatches ─ LabelledBatch(ids, labels, l
 """
 
 from .batch import Batch, LabelledBatch, LanguageBatch, Side
-from .batches import Batches, LabelledBatches, collate, collate_source
+from .batches import Batches, LabelledBatches, SampledBatches, collate, collate_source
 from .corpora import DOCUMENT_KINDS, ParallelCorpus, TextCorpus, read_parallel, read_text, split, split_text
 from .datasets import DATASETS, DatasetReport, open_dataset, open_text_dataset, prepare
 from .docstrings import docstring_corpora
@@ -42,6 +42,7 @@ __all__ = [
     "LanguageBatch",
     "LanguageBatches",
     "ParallelCorpus",
+    "SampledBatches",
     "SentencePieceTokenizer",
     "Sequences",
     "Side",

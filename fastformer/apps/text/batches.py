@@ -8,7 +8,7 @@ that the uninterrupted run would have seen. There is no prefetching, because a b
 """
 
 from collections.abc import Iterator, Sequence
-from typing import Generic, TypeVar
+from typing import Any, Generic, Literal, TypeVar
 
 import numpy as np
 import torch
@@ -17,8 +17,10 @@ from torch import Tensor
 from fastformer.settings import check_value
 
 from .batch import Batch, LabelledBatch, SequenceBatch
-from .encoding import EncodedPairs, Ints, Sequences
-from .tokenizer import SpecialIds
+from .corpora import ParallelCorpus
+from .encoding import EncodedPairs, Ints, Sequences, encode_pairs
+from .sentencepiece_tokenizer import seed_sampling
+from .tokenizer import SpecialIds, Tokenizer
 
 B = TypeVar("B", bound=SequenceBatch)
 
@@ -181,6 +183,54 @@ class Batches(EpochBatches[Batch]):
             for lengths in (self._source, self._target)
         )
         return 1 - int(self._source.sum() + self._target.sum()) / positions
+
+
+class SampledBatches(EpochBatches[Batch]):
+    """Batches of sentence pairs whose pieces are drawn anew each epoch: subword regularisation, or BPE dropout.
+
+    The pieces depend on (seed, epoch) only, so that a resumed run sees those of the uninterrupted one.
+
+    Args:
+        corpus: the training pairs, which are encoded at the beginning of each epoch.
+        source_tokenizer: of sentencepiece, with a model of type bpe or unigram; likewise target_tokenizer.
+        sampling: alpha of `SentencePieceTokenizer.sample_batch`.
+        max_length: of `encode_pairs`, like too_long; a pair is never longer than `tokens`.
+        options: arguments of `Batches`.
+
+    Raises the errors of `encode_pairs` and `Batches`.
+    """
+
+    def __init__(
+        self,
+        corpus: ParallelCorpus,
+        source_tokenizer: Tokenizer,
+        target_tokenizer: Tokenizer,
+        sampling: float,
+        *,
+        max_length: int = 256,
+        too_long: Literal["drop", "truncate"] = "drop",
+        **options: Any,
+    ) -> None:
+        super().__init__(options.get("seed", 0))
+        self.longest = min(max_length, options.get("tokens") or max_length)
+        self._encoding = corpus, source_tokenizer, target_tokenizer, self.longest, too_long, sampling
+        self._options = options
+        self._drawn = self._draw(0)
+
+    def _draw(self, epoch: int) -> tuple[int, Batches]:
+        seed_sampling(self.seed, epoch)
+        return epoch, Batches(encode_pairs(*self._encoding), **self._options)
+
+    def _batches(self, epoch: int) -> Batches:
+        if self._drawn[0] != epoch:
+            self._drawn = self._draw(epoch)
+        return self._drawn[1]
+
+    def plan(self, epoch: int) -> list[Ints]:
+        return self._batches(epoch).plan(epoch)
+
+    def epoch(self, epoch: int, start: int = 0) -> Iterator[Batch]:
+        return self._batches(epoch).epoch(epoch, start)
 
 
 class LabelledBatches(EpochBatches[LabelledBatch]):

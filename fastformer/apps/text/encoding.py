@@ -7,6 +7,7 @@ sequences are counted.
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Literal
 
 import numpy as np
@@ -16,6 +17,7 @@ from fastformer.settings import check_value
 
 from .corpora import ParallelCorpus
 from .files import check_texts
+from .sentencepiece_tokenizer import SentencePieceTokenizer
 from .tokenizer import SpecialIds, Tokenizer
 
 _CHUNK = 10_000  # sentences encoded at a time, so that the lists of Python integers stay small
@@ -124,8 +126,11 @@ def encode_pairs(
     target_tokenizer: Tokenizer,
     max_length: int = 256,
     too_long: Literal["drop", "truncate"] = "drop",
+    sampling: float | None = None,
 ) -> EncodedPairs:
     """Encode a corpus. `max_length` limits the input of the model, tokens + eos, on each side.
+
+    With `sampling`, pieces are drawn at random: alpha of `SentencePieceTokenizer.sample_batch`.
 
     A pair with a longer side is dropped, or both sides are cut to ``max_length - 1`` tokens, to which eos is added. A
     pair with an empty side is dropped. Both are counted. Raises ``ValueError`` for wrong arguments and if no pair is
@@ -133,7 +138,8 @@ def encode_pairs(
     """
     check_value("too_long", too_long, str, choices=("drop", "truncate"))
     check_value("max_length", max_length, int, at_least=2)  # a token and eos
-    source, target = _encode(corpus.source, source_tokenizer), _encode(corpus.target, target_tokenizer)
+    source = _encode(corpus.source, source_tokenizer, sampling)
+    target = _encode(corpus.target, target_tokenizer, sampling)
     keep = np.minimum(source.lengths, target.lengths) > 0  # [pairs]
     long = keep & (np.maximum(source.lengths, target.lengths) >= max_length)
     if too_long == "drop":
@@ -205,9 +211,14 @@ def encode_source(lines: Sequence[str], tokenizer: Tokenizer, max_length: int) -
     return sequences.cut(max_length - 1), int(np.count_nonzero(sequences.lengths >= max_length))
 
 
-def _encode(lines: Sequence[str], tokenizer: Tokenizer) -> Sequences:
+def _encode(lines: Sequence[str], tokenizer: Tokenizer, sampling: float | None = None) -> Sequences:
     check_texts("lines", lines)
-    starts = range(0, max(len(lines), 1), _CHUNK)
-    chunks = [Sequences.from_lists(tokenizer.encode_batch(lines[start : start + _CHUNK])) for start in starts]
+    encode = tokenizer.encode_batch
+    if sampling is not None:
+        assert isinstance(tokenizer, SentencePieceTokenizer)
+        encode = partial(tokenizer.sample_batch, alpha=sampling)
+    chunks = [
+        Sequences.from_lists(encode(lines[start : start + _CHUNK])) for start in range(0, max(len(lines), 1), _CHUNK)
+    ]
     lengths = np.concatenate([chunk.lengths for chunk in chunks])
     return Sequences(np.concatenate([chunk.ids for chunk in chunks]), _offsets(lengths))

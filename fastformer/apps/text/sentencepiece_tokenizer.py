@@ -11,6 +11,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any, Literal, get_args
 
+import numpy as np
 import sentencepiece
 
 from fastformer.settings import check_value
@@ -76,6 +77,18 @@ class SentencePieceTokenizer(Tokenizer):
         ids: list[list[int]] = self._processor.encode([line.lower() if self.lowercase else line for line in lines])
         return ids
 
+    def sample_batch(self, lines: Sequence[str], alpha: float) -> list[list[int]]:
+        """Return ids of pieces drawn at random, of bpe and unigram models, by the generator that `seed_sampling` seeds.
+
+        alpha: the share of merges that BPE leaves out; or the exponent of the probabilities of a unigram model, whose
+        draws are the more uniform, the smaller it is.
+        """
+        texts = [line.lower() if self.lowercase else line for line in lines]
+        ids: list[list[int]] = self._processor.encode(
+            texts, enable_sampling=True, nbest_size=-1, alpha=alpha, num_threads=1
+        )
+        return ids
+
     def decode(self, ids: Iterable[int]) -> str:
         """Return the detokenised text; padding, bos and eos are dropped, unk shows as U+2047 between spaces."""
         text: str = self._processor.decode([int(i) for i in ids])  # control symbols decode to nothing
@@ -96,6 +109,11 @@ class SentencePieceTokenizer(Tokenizer):
         if tokenizer.special_ids != special_ids:
             raise TextError(f"{MODEL_FILE}: its special ids {tokenizer.special_ids} are not those of {TOKENIZER_FILE}")
         return tokenizer
+
+
+def seed_sampling(seed: int, epoch: int) -> None:
+    """Seed sentencepiece's generator of this thread."""
+    sentencepiece.set_random_generator_seed(int(np.random.SeedSequence((seed, epoch)).generate_state(1)[0]))
 
 
 def train_sentencepiece(

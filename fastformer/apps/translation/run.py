@@ -21,6 +21,7 @@ from fastformer.apps.text import (
     Batches,
     EncodedPairs,
     ParallelCorpus,
+    SampledBatches,
     SpecialIds,
     Tokenizer,
     encode_pairs,
@@ -101,6 +102,14 @@ class DataConfig(Settings):
     )
     symbols: str | None = setting(
         None, "tags such as <2de>,<2fr> that are one piece each, separated by commas", only={"tokenizer": _LEARNED[:3]}
+    )
+    sampling: float | None = setting(
+        None,
+        "how much pieces vary between epochs, such as 0.1: share of merges left out by bpe, alpha of unigram; unset: "
+        "not at all",
+        above=0,
+        at_most=1,
+        only={"tokenizer": _LEARNED[:2]},
     )
     splitting: str = setting("punctuation", "where words end", choices=SPLITTINGS, only={"tokenizer": "words"})
     minimum_frequency: int = setting(2, "rarer words become <unk>", at_least=1, only={"tokenizer": "words"})
@@ -265,14 +274,18 @@ class TranslationRun(Run):
             train={"schedule": "linear"},
         )
 
-    def make_batches(self, data: DataConfig, train: TrainConfig) -> Batches:
-        return Batches(
-            self.pairs,
-            tokens=train.batch_tokens if train.batch_sentences is None else None,
-            sentences=train.batch_sentences,
-            seed=train.seed,
-            bucket=data.bucket,
-        )
+    def make_batches(self, data: DataConfig, train: TrainConfig) -> Batches | SampledBatches:
+        options: dict[str, Any] = {
+            "tokens": train.batch_tokens if train.batch_sentences is None else None,
+            "sentences": train.batch_sentences,
+            "seed": train.seed,
+            "bucket": data.bucket,
+        }
+        if data.sampling is None:
+            return Batches(self.pairs, **options)
+        source, target = self.tokenizers
+        options |= {"max_length": data.max_length, "too_long": data.too_long}
+        return SampledBatches(self.corpora["train"], source, target, data.sampling, **options)
 
     @classmethod
     def computed(cls, data: DataConfig) -> tuple[str, ...]:

@@ -11,6 +11,7 @@ from fastformer.apps.text import (
     Batches,
     EncodedPairs,
     ParallelCorpus,
+    SampledBatches,
     Sequences,
     SpecialIds,
     WordTokenizer,
@@ -18,6 +19,8 @@ from fastformer.apps.text import (
     collate_source,
     encode_pairs,
     encode_source,
+    number_corpus,
+    train_sentencepiece,
 )
 
 SOURCE_IDS = SpecialIds(unk_id=0, pad_id=1, bos_id=2, eos_id=3)
@@ -236,3 +239,27 @@ def test_bad_arguments_of_batches():
     assert Batches(pairs, tokens=31).batches_in(0) == 2
     with pytest.raises(ValueError, match="no pairs"):
         Batches(make_pairs([]), tokens=20)
+
+
+@pytest.mark.parametrize("model_type", ["bpe", "unigram"])
+def test_sampled_pieces_depend_on_seed_and_epoch_and_spell_the_same_text(model_type):
+    corpus = number_corpus("fr", 300, 1, 1)[0]
+    tokenizer = train_sentencepiece(corpus.source + corpus.target, 90, model_type=model_type)
+    options = {"tokens": 200, "max_length": 60}
+
+    def targets(batches: SampledBatches, epoch: int, start: int = 0) -> list[list[int]]:
+        return [
+            ids.tolist() for b in batches.epoch(epoch, start) for ids in b.target_out.split(b.target_lengths.tolist())
+        ]
+
+    batches = SampledBatches(corpus, tokenizer, tokenizer, 0.2, seed=1, **options)
+    first, second = targets(batches, 0), targets(batches, 1)
+    assert targets(batches, 0) == first
+    resumed = targets(SampledBatches(corpus, tokenizer, tokenizer, 0.2, seed=1, **options), 1, start=3)
+    assert resumed == second[len(second) - len(resumed) :]
+    whole = [[*ids, tokenizer.eos_id] for ids in tokenizer.encode_batch(corpus.target)]
+    for epoch in (first, second):
+        assert sorted(map(tokenizer.decode, epoch)) == sorted(map(tokenizer.decode, whole))
+        assert sum(map(len, epoch)) > sum(map(len, whole))
+    other = targets(SampledBatches(corpus, tokenizer, tokenizer, 0.2, seed=2, **options), 0)
+    assert len({str(sorted(each)) for each in (first, second, other)}) == 3

@@ -47,13 +47,15 @@ def test_train_load_evaluate(tmp_path: Path) -> None:
     assert result.best_value == pytest.approx(loss, rel=1e-5)
 
 
-def test_a_resumed_run_equals_the_uninterrupted_one(tmp_path: Path) -> None:
-    TranslationRun.create(tmp_path / "whole", DATA, MODEL, TRAIN).fit(show=False)
-    # Interrupted after two of the four steps; the constant schedule does not look at the budget.
-    short = replace(TRAIN, steps=2, schedule="constant")
-    whole = replace(TRAIN, schedule="constant")
-    TranslationRun.create(tmp_path / "a", DATA, MODEL, whole).fit(show=False)
-    TranslationRun.create(tmp_path / "b", DATA, MODEL, short).fit(show=False)
+@pytest.mark.parametrize("sampling", [None, 0.1])
+def test_a_resumed_run_equals_the_uninterrupted_one(tmp_path: Path, sampling: float | None) -> None:
+    data = replace(DATA, sampling=sampling)
+    # Interrupted in the second epoch, after three of the four steps; the constant schedule does not look at the budget.
+    whole = replace(TRAIN, schedule="constant", batch_tokens=900)
+    TranslationRun.create(tmp_path / "a", data, MODEL, whole).fit(show=False)
+    run = TranslationRun.create(tmp_path / "b", data, MODEL, replace(whole, steps=3))
+    assert run.batches.batches_in(0) == 2
+    run.fit(show=False)
     TranslationRun.open(tmp_path / "b", {"steps": 4}).fit(resume=True, show=False)
     one, two = (load_translator(tmp_path / name, "last").model.state_dict() for name in "ab")
     assert one.keys() == two.keys()

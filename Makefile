@@ -82,7 +82,7 @@ traffic:  ## sectors and bank conflicts of every op's kernels, held to tests/com
 triton-%:  ## the kernels with another Triton, such as triton-3.6.0
 	$(PYTHON) -m pip install -q --no-deps --target .triton/$* triton==$*
 	PYTHONPATH=.triton/$* OMP_NUM_THREADS=1 $(PYTHON) -m pytest --durations=3 tests/kernels/test_fused_attention.py \
-	  tests/kernels/test_fused_layer_norm.py tests/kernels/test_fused_feed_forward.py tests/kernels/test_fused_linear_cross_entropy.py \
+	  tests/kernels/test_fused_norms.py tests/kernels/test_fused_feed_forward.py tests/kernels/test_fused_linear_cross_entropy.py \
 	  tests/kernels/test_plan.py -k "shapes or rules or packed or decoding or values or options or launches"
 	PYTHONPATH=.triton/$* OMP_NUM_THREADS=1 $(PYTHON) -m benchmarks.codegen --arch 90 --only " light" --jobs 1 | tail -n 60
 

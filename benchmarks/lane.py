@@ -129,7 +129,7 @@ def command_of(step: str, out: Path, dry: bool) -> list[str]:
 def _test_files(step: str, dry: bool) -> list[str]:
     """Return pytest's arguments for a step of tests, on all cores."""
     if dry and step == "fused-tests":
-        return ["tests/kernels/test_fused_layer_norm.py", "-k", "value"]
+        return ["tests/kernels/test_fused_norms.py", "-k", "value"]
     found = {path for pattern in TESTS[step] for path in (ROOT / "tests").rglob(pattern)}
     workers = min(os.cpu_count() or 1, MOST_WORKERS)
     parallel = importlib.util.find_spec("xdist") is not None and not dry

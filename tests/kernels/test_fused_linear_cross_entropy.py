@@ -6,7 +6,6 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.utils.checkpoint import checkpoint
 
 import fastformer
 from fastformer.backend import BackendError
@@ -195,19 +194,6 @@ def test_second_derivative(reduction):
         assert_close(a, b)
 
 
-@pytest.mark.parametrize("reduction", ["mean", "none"])
-def test_func_grad(reduction, triton_backend):
-    inputs = leaves(5, 3, 7)
-    target = targets(5, 7)
-
-    def total(x, weight, bias):
-        return linear_cross_entropy(x, weight, target, bias, reduction=reduction).sum()
-
-    found = torch.func.grad(total, (0, 1, 2))(*(x.detach() for x in inputs))
-    for a, b in zip(found, torch.autograd.grad(total(*inputs), inputs), strict=True):
-        assert_close(a, b)
-
-
 def test_a_tied_weight_adds_up(triton_backend):
     """Used once more, as an embedding; its gradient is the sum of both."""
     weight = torch.randn(7, 3, device=DEVICE, requires_grad=True)
@@ -291,19 +277,6 @@ def test_labels_that_are_no_class_are_not_read(triton_backend, kernels):
     loss, dx, dweight, _ = kernels.forward(x, weight, bias, target, IGNORED, 0.0, [True] * 3)
     assert loss.isnan().tolist() == dx.isnan().any(1).tolist() == [False, True, True]
     assert dweight.isnan().all()
-
-
-@pytest.mark.parametrize("reduction", ["mean", "none"])
-def test_checkpointing(reduction, triton_backend):
-    inputs, target = leaves(5, 3, 7), targets(5, 7)
-
-    def run(x, weight, bias):
-        return linear_cross_entropy(x.tanh(), weight, target, bias, reduction=reduction)
-
-    for a, b in zip(
-        gradients(checkpoint(run, *inputs, use_reentrant=False), inputs), gradients(run(*inputs), inputs), strict=True
-    ):
-        assert torch.equal(a, b)
 
 
 @pytest.mark.slow

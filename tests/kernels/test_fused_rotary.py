@@ -3,11 +3,10 @@
 import pytest
 import torch
 from torch import Tensor
-from torch.utils.checkpoint import checkpoint
 
 import fastformer
 from fastformer.functional import rotary
-from tests.support.closeness import assert_close, gradients
+from tests.support.closeness import assert_close
 from tests.support.fused_op import DEVICE, INTERPRETED, assert_as_accurate_as_reference, needs_kernels
 
 pytestmark = [needs_kernels, pytest.mark.usefixtures("triton_backend")]
@@ -176,27 +175,8 @@ def test_autocast_leaves_it_alone():
         assert torch.equal(rotary(x, given, *both), expected)
 
 
-def test_checkpointing():
-    x, given, both = torch.randn(4, 2, 8, device=DEVICE).requires_grad_(), positions(4), tables(8)
-    op = lambda x: rotary(x, given, *both)  # noqa: E731
-    assert torch.equal(*(gradients(out, [x])[0] for out in (op(x), checkpoint(op, x, use_reentrant=False))))
-
-
 def test_the_op_passes_opcheck():
     x, given = torch.randn(4, 3, 8, device=DEVICE), positions(4)
     op = torch.ops.fastformer.rotary.default
     torch.library.opcheck(op, (x[:, :2], given, *tables(6), False, 1.0))
     torch.library.opcheck(op, (x.half()[None], given, *tables(8, torch.float64), True, -1.0))
-
-
-@CONVENTIONS
-def test_compiled_is_eager(interleaved):
-    x, given, both = torch.randn(4, 3, 8, device=DEVICE).requires_grad_(), positions(4), tables(6)
-
-    def op(x, given):
-        return rotary(x[:, :2], given, *both, interleaved=interleaved) * 2
-
-    torch._dynamo.reset()
-    out, expected = torch.compile(op, fullgraph=True, backend="aot_eager")(x, given), op(x, given)
-    assert_close(out, expected)
-    assert_close(gradients(out, [x])[0], gradients(expected, [x])[0])

@@ -8,11 +8,11 @@ from tests.kernels.mutations.fault import EXECUTED, KERNELS, OPS, Fault, at
 def faults() -> Iterator[Fault]:
     file, values = (
         f"{KERNELS}/norms/layer_norm",
-        "layer_norm.py::test_values_and_gradients[weight and bias-shape1-torch.float32]",
+        "norms.py::test_values_and_gradients[layer_norm-weight and bias-shape1-torch.float32]",
     )
     yield at(
         file,
-        "layer_norm.py::test_long_rows[4100-torch.float32]",
+        "norms.py::test_long_rows[layer_norm-4100-torch.float32]",
         "layer norm: means of long rows mixed up",
         "tl.load(means_ptr + M + rows,",
         "tl.load(means_ptr + rows,",
@@ -26,7 +26,7 @@ def faults() -> Iterator[Fault]:
     )
     yield at(
         f"{KERNELS}/sums",
-        "layer_norm.py::test_programs_that_walk_over_many_tiles[torch.float32]",
+        "norms.py::test_programs_that_walk_over_many_tiles[layer_norm-torch.float32]",
         "layer norm: rows of some warps missing in dw and db",
         "total = first + second",
         "total = first + first",
@@ -39,7 +39,7 @@ def faults() -> Iterator[Fault]:
         "deviation = tl.where(cols < N, x - mean[:, None], 0.0)",
         "deviation = x - mean[:, None]",
     )
-    large_mean = "layer_norm.py::test_rows_whose_mean_is_large_beside_their_deviations"
+    large_mean = "norms.py::test_rows_whose_mean_is_large_beside_their_deviations"
     yield at(
         file,
         f"{large_mean}[layer_norm-nearly equal-512]",
@@ -84,14 +84,14 @@ def faults() -> Iterator[Fault]:
     )
     yield at(
         file,
-        "layer_norm.py::test_values_and_gradients[weight and bias-shape2-torch.float32]",
+        "norms.py::test_values_and_gradients[layer_norm-weight and bias-shape2-torch.float32]",
         "norms: sums of the last program lost",
         "(rows < programs) & (cols < N)",
         "(rows < programs - 1) & (cols < N)",
     )
     yield at(
         file,
-        "layer_norm.py::test_many_partial_sums",
+        "norms.py::test_many_partial_sums",
         "norms: sums of many programs lost",
         "tl.range(0, programs, BLOCK_P, num_stages=3)",
         "tl.range(0, BLOCK_P, BLOCK_P, num_stages=3)",
@@ -113,14 +113,14 @@ def faults() -> Iterator[Fault]:
     )
     yield at(
         f"{OPS}/norms/fused",
-        "layer_norm.py::test_only_wanted_gradients",
+        "norms.py::test_only_wanted_gradients[layer_norm]",
         "norms: gradients that nobody wants",
         "x.dtype if needed and x is not None else None",
         "x.dtype if x is not None else None",
     )
     yield at(
         f"{OPS}/norms/op",
-        "layer_norm.py::test_autocast_on_a_gpu_gives_fp32_as_in_torch[torch.float16]",
+        "norms.py::test_autocast_on_a_gpu_is_torchs[layer_norm-torch.float16]",
         "norms: autocast skipped",
         "if device in IN_FLOAT32[op] and torch.is_autocast_enabled(device):",
         "if False:",
@@ -135,7 +135,7 @@ def faults() -> Iterator[Fault]:
     )
 
     file = f"{KERNELS}/norms/rows"
-    values = "rms_norm.py::test_values_and_gradients[None-True-shape1-torch.float32]"
+    values = "norms.py::test_values_and_gradients[rms_norm-weight-shape1-torch.float32]"
     yield at(
         file, values, "RMS norm: eps missing", "tl.rsqrt(tl.sum(x * x, 1) / N + eps)", "tl.rsqrt(tl.sum(x * x, 1) / N)"
     )
@@ -148,7 +148,7 @@ def faults() -> Iterator[Fault]:
     )
     yield at(
         f"{KERNELS}/norms/long_rows",
-        "rms_norm.py::test_long_rows[4100-torch.float32]",
+        "norms.py::test_long_rows[rms_norm-4100-torch.float32]",
         "RMS norm: rstd missing for long rows",
         "tl.sum(total) * tl.load(rstd_ptr + row) / N",
         "tl.sum(total) / N",
@@ -230,7 +230,7 @@ def faults() -> Iterator[Fault]:
     )
     yield at(
         f"{KERNELS}/norms/layer_norm",
-        "layer_norm.py::test_values_and_gradients[weight and bias-shape2-torch.float32]",
+        "norms.py::test_values_and_gradients[layer_norm-weight and bias-shape2-torch.float32]",
         "layer norm: two blocks write one row",
         "rows = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)",
         "rows = tl.program_id(0) * (BLOCK_M - 1) + tl.arange(0, BLOCK_M)",
@@ -239,7 +239,7 @@ def faults() -> Iterator[Fault]:
     )
     yield at(
         f"{KERNELS}/norms/rows",
-        "layer_norm.py::test_several_normalized_dimensions_and_strides",
+        "norms.py::test_several_normalized_dimensions_and_strides[layer_norm]",
         "norms: rows are said to begin at multiples of 32 bytes",
         "tl.load(ptr + starts * stride * ALIGN + cols,",
         "tl.load(ptr + tl.multiple_of(starts * stride, [8, 8]) * ALIGN + cols,",

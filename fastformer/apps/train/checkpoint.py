@@ -168,7 +168,7 @@ def write_checkpoint(
     config: Any,
     metrics: Mapping[str, float] | None,
 ) -> None:
-    """Write the files of a checkpoint into an existing folder, meta.json last, and flush them to the disk."""
+    """Write the files of a checkpoint into an empty folder, meta.json last, and flush them to the disk."""
     write_weights(folder / WEIGHTS, weights)
     if state is not None:
         optimizer = state.get("optimizer", {}).items()

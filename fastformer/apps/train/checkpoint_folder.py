@@ -1,22 +1,22 @@
-"""Keep a run's last `keep` checkpoints, the best one, an average and an interim one; write each atomically.
+"""Keep a run's last `keep` checkpoints, the best one, an average and an interim one.
 
-    checkpoints/index.json    {"last": "step-200", "best": {"name": "step-100", "value": 2.1}, "kept": [...], ...}
+    checkpoints/index.json    {"kept": ["step-100", "step-200"], "best": {"name": "step-100", "value": 2.1}, ...}
     checkpoints/step-200/     one checkpoint: see `checkpoint.py`
-    checkpoints/interim/      the same, written between validations; the next checkpoint replaces it
+    checkpoints/interim-150/  the same, written between validations; the next checkpoint replaces it
     checkpoints/average/      the mean of the weights of the last ones
 
-A folder is written under a hidden name, flushed to the disk and renamed, so a folder named step-N is complete; then the
-index is replaced, and checkpoints that are no longer kept are removed. A folder that a crash left out of the index is
-found by its name. The next save cleans up after an interrupted one: .new-NAME was being written and .old-NAME removed,
-so both are deleted; .swap-NAME was being replaced, and is renamed back if NAME is missing. Only one process writes.
+The index is replaced last, when all files of a checkpoint are on the disk. A checkpoint that it does not name is
+incomplete or no longer kept: it is ignored, and removed by the next save. So a save that is killed or meets a full disk
+at any point leaves the checkpoints before it. If the index is lost, every folder with a meta.json counts. Only one
+process writes.
 """
 
 import json
-import math
 import re
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from contextlib import suppress
+from itertools import chain, count
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +28,7 @@ from fastformer.apps.train.weights import CheckpointError
 from fastformer.settings import check_value
 
 INDEX, AVERAGE, INTERIM = "index.json", "average", "interim"
-_NAME = rf"(?:step-\d+|{AVERAGE}|{INTERIM})"
+_NAME = re.compile(rf"(step-\d+|{AVERAGE}|{INTERIM})(-\d+)?")
 
 
 class CheckpointFolder:
@@ -39,12 +39,7 @@ class CheckpointFolder:
 
     def paths(self) -> list[Path]:
         """Return the complete checkpoints with a training state, in the order of writing."""
-        complete = {name for name in self._names(_NAME) if name != AVERAGE}
-        index = self._index()
-        listed = [name for name in index["kept"] if name in complete]
-        unlisted = complete.difference(listed, index["removed"])
-        unlisted_in_order = sorted(unlisted, key=lambda name: math.inf if name == INTERIM else int(name[5:]))
-        return [self.folder / name for name in [*listed, *unlisted_in_order]]
+        return [self.folder / name for name in self._index()["kept"] if (self.folder / name).is_dir()]
 
     def last(self) -> Path | None:
         """Return the checkpoint that was written last; None if there is none."""
@@ -53,7 +48,7 @@ class CheckpointFolder:
     def best(self) -> Path | None:
         """Return the checkpoint with the best metric, which may be the average; None before the first validation."""
         best = self._index()["best"]
-        return self.folder / best["name"] if best and best["name"] in self._names(_NAME) else None
+        return self.folder / best["name"] if best and (self.folder / best["name"]).is_dir() else None
 
     def best_or_last(self) -> Path | None:
         """Return the best checkpoint, or the last one before the first validation.
@@ -73,7 +68,8 @@ class CheckpointFolder:
 
     def average(self) -> Path | None:
         """Return the average of the last checkpoints; None if there is none."""
-        return self.folder / AVERAGE if AVERAGE in self._names(_NAME) else None
+        path = self.folder / self._index()["average"]
+        return path if path.is_dir() else None
 
     def save(
         self,
@@ -83,9 +79,9 @@ class CheckpointFolder:
         config: Any = None,
         metrics: Mapping[str, float] | None = None,
         best: float | None = None,
-        name: str | None = None,
+        interim: bool = False,
     ) -> Path:
-        """Write a checkpoint and update the index.
+        """Write a checkpoint, then the index, and remove checkpoints that are no longer kept.
 
         Args:
             step: number of optimizer steps so far.
@@ -95,27 +91,26 @@ class CheckpointFolder:
             config: the architecture, a dataclass or mapping.
             metrics: values of the validation.
             best: value of the metric, which marks the checkpoint as the best; None: it is not.
-            name: of the folder; None: "average" without a state, else "step-N".
+            interim: whether the next checkpoint replaces this one.
 
         Raises:
             OSError: the disk is full or cannot be written; names the cause and the last good checkpoint. Earlier
                 checkpoints stay loadable.
         """
-        name = name or (AVERAGE if state is None else f"step-{step}")
-        new, target = self.folder / f".new-{name}", self.folder / name
+        name = AVERAGE if state is None else f"{INTERIM if interim else 'step'}-{step}"
         try:
             self.recover()
-            if name in self._index()["removed"]:  # else the new checkpoint would be removed, too
-                self._update_index()
-            new.mkdir()
-            write_checkpoint(new, step, weights, state, config, metrics)
-            if target.exists():
-                target.rename(self.folder / f".swap-{name}")
-            new.rename(target)
+            index = self._index()
+            free = (each for each in chain([name], (f"{name}-{i}" for i in count(2))))
+            target = next(path for path in map(self.folder.joinpath, free) if not path.exists())
+            target.mkdir()
+            write_checkpoint(target, step, weights, state, config, metrics)
             synchronise(self.folder)
-            marked = None if best is None else {"name": name, "value": best}
-            self._update_index(name if name != AVERAGE else None, marked)
-            self.recover()
+            self._write_index(
+                kept=index["kept"] if state is None else [*index["kept"], target.name],
+                best=index["best"] if best is None else {"name": target.name, "value": best},
+                average=target.name if state is None else index["average"],
+            )
         except OSError as error:
             with suppress(OSError):
                 self.recover()
@@ -126,7 +121,7 @@ class CheckpointFolder:
 
     def mark_best(self, path: Path, value: float) -> None:
         """Record a checkpoint as the best; `value` is its metric."""
-        self._update_index(best={"name": path.name, "value": value})
+        self._write_index(**{**self._index(), "best": {"name": path.name, "value": value}})
 
     def open(self, path: Path | str | None = None) -> Checkpoint:
         """Open the checkpoint at `path`, or the last one, after checking all its files.
@@ -146,56 +141,36 @@ class CheckpointFolder:
             ) from None
 
     def recover(self) -> None:
-        """Remove what an interrupted save left, and restore the name of a checkpoint that was being replaced.
-
-        Only the writing process may call it: another process would remove a folder that is being written.
-        """
+        """Remove checkpoints that the index does not name; to be called by the writing process only."""
         self.folder.mkdir(parents=True, exist_ok=True)
-        for hidden in sorted(self._names(rf"\.(?:new|swap|old)-{_NAME}")):
-            original = self.folder / hidden.split("-", 1)[1]
-            if hidden.startswith(".swap-") and not original.exists():
-                (self.folder / hidden).rename(original)
-            else:
-                shutil.rmtree(self.folder / hidden)
-        self._remove(self._index()["removed"])
-
-    def _names(self, pattern: str) -> set[str]:
-        """Return the names of folders that match a pattern."""
-        entries = self.folder.iterdir() if self.folder.is_dir() else ()
-        return {path.name for path in entries if re.fullmatch(pattern, path.name) and path.is_dir()}
+        index = self._index()
+        named = {*index["kept"], index["average"], *([index["best"]["name"]] if index["best"] else [])}
+        for path in self.folder.iterdir():
+            if _NAME.fullmatch(path.name) and path.name not in named and path.is_dir():
+                shutil.rmtree(path)
 
     def _index(self) -> dict[str, Any]:
-        """Return the index; an empty one if it is missing, damaged, or names a checkpoint as kept and as removed."""
-        empty: dict[str, Any] = {"last": None, "best": None, "kept": [], "removed": []}
+        """Return names: `kept` in the order of writing, `best` with its value or None, `average` if it exists."""
         try:
-            index = {**empty, **json.loads((self.folder / INDEX).read_bytes())}
-            kept = {*index["kept"], *([index["best"]["name"]] if index["best"] else [])}
-            if index["best"]:
-                float(index["best"]["value"])
-            valid = all(re.fullmatch(_NAME, name) for name in (*kept, *index["removed"]))
-            return index if valid and kept.isdisjoint(index["removed"]) else empty
-        except (FileNotFoundError, ValueError, TypeError, KeyError, RecursionError):
-            return empty
+            index = json.loads((self.folder / INDEX).read_bytes())
+            best = index["best"] and {"name": index["best"]["name"], "value": float(index["best"]["value"])}
+            index = {"kept": list(index["kept"]), "best": best, "average": index.get("average", AVERAGE)}
+            if all(map(_NAME.fullmatch, [*index["kept"], index["average"], *([best["name"]] if best else [])])):
+                return index
+        except (FileNotFoundError, ValueError, TypeError, KeyError, AttributeError, RecursionError):
+            pass
+        complete = [path for path in self.folder.glob(f"*/{META}") if _NAME.fullmatch(path.parent.name)]
+        steps = {path.parent.name: _step_of(path.parent) for path in complete if AVERAGE not in path.parent.name}
+        return {"kept": sorted(steps, key=lambda name: steps[name]), "best": None, "average": AVERAGE}
 
-    def _update_index(self, last: str | None = None, best: dict[str, Any] | None = None) -> None:
-        index = self._index()
-        names = [path.name for path in self.paths()]
-        if last is not None:
-            names = [*(name for name in names if name != last), last]
-        index["best"] = best or index["best"]
-        numbered = [name for name in names if name != INTERIM]
-        kept = {*numbered[-self.keep :], *([index["best"]["name"]] if index["best"] else []), *names[-1:]}
-        kept_names, removed_names = [n for n in names if n in kept], [n for n in names if n not in kept]
-        index.update(last=kept_names[-1] if kept_names else None, kept=kept_names, removed=removed_names)
+    def _write_index(self, kept: list[str], best: dict[str, Any] | None, average: str) -> None:
+        """Replace the index, without checkpoints that are no longer kept, and remove those."""
+        numbered = [name for name in kept if not name.startswith(INTERIM)]
+        named = {*numbered[-self.keep :], *kept[-1:], *([best["name"]] if best else [])}
+        index = {"kept": [name for name in kept if name in named], "best": best, "average": average}
         write_file(self.folder / INDEX, (json.dumps(index, indent=1) + "\n").encode("utf-8"))
         synchronise(self.folder)
-        self._remove(removed_names)
-
-    def _remove(self, names: Sequence[str]) -> None:
-        for name in names:
-            if (self.folder / name).is_dir():
-                hidden = (self.folder / name).rename(self.folder / f".old-{name}")  # else a crash leaves half of it
-                shutil.rmtree(hidden)
+        self.recover()
 
 
 def _is_good(path: Path) -> bool:
@@ -204,6 +179,13 @@ def _is_good(path: Path) -> bool:
         Checkpoint.open(path).check()
         return True
     return False
+
+
+def _step_of(path: Path) -> int:
+    """Return the step of a checkpoint; -1 if its meta.json is damaged."""
+    with suppress(CheckpointError):
+        return Checkpoint.open(path).step
+    return -1
 
 
 def find_checkpoint(path: Path | str, which: str = "best") -> Path:

@@ -139,11 +139,8 @@ class RunState:
     saved_step: int = -1
     saved_interim: bool = False
 
-    def save(self, now: float, best: float | None = None, name: str | None = None) -> None:
-        """Write a checkpoint at the time `now` of the sums' clock.
-
-        best: value of the metric, if it is the best so far. name: of the folder; None: "step-N".
-        """
+    def save(self, now: float, best: float | None = None, interim: bool = False) -> None:
+        """Write a checkpoint at the time `now` of the sums' clock; `best` is the metric's value if it is the best."""
         state = {
             "optimizer_name": self.config.optimizer,
             "schedule_name": self.config.schedule,
@@ -155,19 +152,19 @@ class RunState:
             "random": self.processes.gather(random_state()),
             "optimizer": whole_tensors(self.update.optimizer.state_dict()["state"], self.processes),
         }
-        self.write(state, best, name)
-        self.saved_step, self.saved_interim = self.at.step, name == INTERIM
+        self.write(state, best, interim)
+        self.saved_step, self.saved_interim = self.at.step, interim
 
-    def write(self, state: dict[str, Any] | None, best: float | None, name: str | None = None) -> None:
+    def write(self, state: dict[str, Any] | None, best: float | None, interim: bool = False) -> None:
         """Write the model's weights with a state, or without one as the average."""
         weights, step = whole_weights(self.model, self.processes), self.at.step
         self.processes.on_main(
-            lambda: self.checkpoints.save(step, weights, state, self.architecture, self.metrics, best, name)
+            lambda: self.checkpoints.save(step, weights, state, self.architecture, self.metrics, best, interim)
         )
 
-    def restore(self, path: Path | str | None) -> Checkpoint:
-        """Continue from a checkpoint, the last one by default; see `Trainer.resume`."""
-        checkpoint = Checkpoint.open(self.processes.on_main(lambda: self._good_checkpoint(path)))
+    def restore(self) -> Checkpoint:
+        """Continue from the last checkpoint; see `Trainer.resume`."""
+        checkpoint = Checkpoint.open(self.processes.on_main(self._last_checkpoint))
         checkpoint.check_architecture(self.architecture)
         state = checkpoint.state()
         try:
@@ -190,17 +187,12 @@ class RunState:
                 f"{checkpoint.path}: not a state of this run ({type(error).__name__}: {cause})"
             ) from None
         self.at, self.metrics = at, dict(checkpoint.metrics)
-        self.saved_step, self.saved_interim = checkpoint.step, checkpoint.path.name == INTERIM
-        # The process may have been killed before it wrote into the index that this checkpoint is the best.
-        value, inside = at.best_value, checkpoint.path.parent == self.checkpoints.folder
-        if value is not None and inside and self.metrics.get(self.config.metric) == value:
-            self.processes.on_main(lambda: self.mark_if_best(checkpoint.path, value))
+        self.saved_step, self.saved_interim = checkpoint.step, checkpoint.path.name.startswith(INTERIM)
         return checkpoint
 
-    def _good_checkpoint(self, path: Path | str | None) -> Path:
+    def _last_checkpoint(self) -> Path:
         with locked(self.checkpoints.folder.parent):
-            self.checkpoints.recover()
-            return self.checkpoints.open(path).path
+            return self.checkpoints.open().path
 
     def _check_settings(self, state: dict[str, Any], checkpoint: Checkpoint) -> None:
         """Raise CheckpointError for changed settings that a resumed run cannot change."""
@@ -217,11 +209,10 @@ class RunState:
 
     def mark_if_best(self, path: Path | None, value: float) -> bool:
         """Mark a checkpoint as the best if its value is the best; return whether it is. Only process 0 may call it."""
-        with locked(self.checkpoints.folder.parent):
-            if path is None or not is_better(self.config.metric, value, self.checkpoints.best_value()):
-                return False
-            self.checkpoints.mark_best(path, value)
-            return True
+        if path is None or not is_better(self.config.metric, value, self.checkpoints.best_value()):
+            return False
+        self.checkpoints.mark_best(path, value)
+        return True
 
     def check_finite(self, step: int) -> None:
         """Raise DivergedError if the loss or the gradient of a step so far was not finite; waits for the device."""

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 
 from fastformer.apps.system.run_lock import locked
 from fastformer.apps.train.checkpoint import Checkpoint, average_checkpoints
-from fastformer.apps.train.checkpoint_folder import INTERIM, CheckpointFolder
+from fastformer.apps.train.checkpoint_folder import CheckpointFolder
 from fastformer.apps.train.config import TrainConfig, check_machine
 from fastformer.apps.train.graphs import new_update
 from fastformer.apps.train.interrupt import Interrupt
@@ -100,12 +100,12 @@ class Trainer:
     def _at(self) -> Position:
         return self._state.at
 
-    def resume(self, path: Path | str | None = None) -> Checkpoint:
-        """Continue from a checkpoint of this run, the last one by default; call it before `fit`.
+    def resume(self) -> Checkpoint:
+        """Continue from the last checkpoint of this run; call it before `fit`.
 
         A damaged checkpoint raises CheckpointError naming the previous good one.
         """
-        return self._state.restore(path)
+        return self._state.restore()
 
     def load_best(self) -> Checkpoint:
         """Put the weights of the best checkpoint (the last one when none was validated) into the model."""
@@ -200,7 +200,7 @@ class Trainer:
         if reason is None and (save or measure):
             paused = self._clock()
             if save or self._state.saved_step < 0:
-                self._save_unrated(INTERIM)
+                self._save_unrated()
             if measure:
                 self._measure()
             self._sums.pause(self._clock() - paused)
@@ -213,7 +213,7 @@ class Trainer:
         if self._validation is not None:
             self._at.validation_due = True
             if self._state.saved_step < 0:
-                self._save_unrated(INTERIM)
+                self._save_unrated()
             value, record = self._validate("validation")
             if is_better(self.config.metric, value, self._at.best_value):
                 self._at.best_value, self._at.worse, best = value, 0, value
@@ -271,24 +271,24 @@ class Trainer:
         self.model.train()
         return scores
 
-    def _save_unrated(self, name: str | None = None) -> None:
-        """Save weights that were not validated; the next checkpoint replaces one named INTERIM."""
+    def _save_unrated(self, interim: bool = True) -> None:
+        """Save weights that were not validated; the next checkpoint replaces an interim one."""
         self._state.check_finite(self._at.step)
         self._state.metrics = {}
-        self._save(None, name)
+        self._save(None, interim)
 
-    def _save(self, best: float | None, name: str | None = None) -> None:
+    def _save(self, best: float | None, interim: bool = False) -> None:
         started = self._clock()
         if self._log is not None:
             self._at.seconds, self._at.records = self._seconds(), self._log.count
-        self._state.save(started, best, name)
+        self._state.save(started, best, interim)
         self._save_at = self._wall_clock() + 60 * self.config.save_minutes
         self._time.save_seconds = self._clock() - started
 
     def _finish(self, reason: str) -> None:
         """Save and validate at the end; the saved state is that before the validation, as a longer run needs it."""
         if self._state.saved_step != self._at.step or self._state.saved_interim:
-            self._save_unrated()
+            self._save_unrated(interim=False)
         # Also if a run that ended, or was killed at this point, is resumed without a longer budget.
         if self._validation is not None and not self._state.metrics:
             value, record = self._validate("validation")

@@ -1,6 +1,5 @@
 """Checkpoints: what is saved comes back, and no crash, full disk or damaged file costs more than the newest one."""
 
-import json
 import os
 import shutil
 from pathlib import Path
@@ -89,8 +88,7 @@ def test_the_last_k_and_the_best_are_kept(tmp_path):
 
 def test_without_an_index_the_folders_are_found(tmp_path):
     checkpoints = saved(tmp_path, 9, 10)
-    contradicting = {"last": "step-10", "best": None, "kept": ["step-10"], "removed": ["step-10"]}
-    for damage in ("", "null", "{}", json.dumps(contradicting)):
+    for damage in ("", "null", "{}", '{"kept": ["../x"], "best": null}'):
         (tmp_path / "index.json").write_text(damage)
         checkpoints.recover()
         assert names(checkpoints) == ["step-9", "step-10"]
@@ -267,7 +265,7 @@ KILL = """
 import errno, os, random, shutil, signal, sys, time
 from pathlib import Path
 import torch
-from fastformer.apps.train import CheckpointFolder
+from fastformer.apps.train import Checkpoint, CheckpointFolder
 from fastformer.apps.train import checkpoint as module
 
 root, size = Path(sys.argv[1]), 30_000
@@ -288,7 +286,7 @@ def check(path, least):
     moments = checkpoint.optimizer_state([torch.empty(size)], "sgd")[0]["momentum_buffer"]
     assert bool((checkpoint.weights()["w"] == step).all()) and bool((moments == step).all())
     assert checkpoint.state() == {"step": step}
-    assert folder.best() is not None and folder.best_value() == float(folder.best().name.removeprefix("step-"))
+    assert folder.best() is not None and folder.best_value() == Checkpoint.open(folder.best()).step
     save(folder, step + 1)
     assert folder.open().step == step + 1
     left = {path.name for path in folder.folder.iterdir()} - {"index.json", ".index.json.tmp"}

@@ -184,23 +184,3 @@ def test_another_optimiser_or_architecture_and_a_run_in_the_folder_are_refused_i
     with pytest.raises(ValueError, match="already holds checkpoints"):
         trainer(tmp_path, config(steps=5)).fit()
     assert CheckpointFolder(tmp_path / "checkpoints").open().step == 5
-
-
-def test_the_best_checkpoint_stays_so_where_the_index_could_not_say(tmp_path):
-    """Killed, or on a full disk, after a checkpoint got its name: the run went on with an earlier one as its best."""
-    settings = config(steps=10, average=2)
-    trainer(tmp_path / "whole", settings).fit()
-    whole = CheckpointFolder(tmp_path / "whole" / "checkpoints")
-    assert whole.best() == whole.last()
-    trainer(tmp_path / "run", config(steps=5)).fit()
-    index = tmp_path / "run" / "checkpoints" / "index.json"
-    before = index.read_bytes()
-    first = trainer(tmp_path / "run", config(steps=10))
-    first.resume()
-    first.fit()
-    index.write_bytes(before)
-    second = trainer(tmp_path / "run", settings)
-    second.resume()
-    second.fit()
-    found = CheckpointFolder(tmp_path / "run" / "checkpoints")
-    assert (found.best().name, found.best_value()) == (whole.best().name, whole.best_value())

@@ -2,8 +2,8 @@
 
 A record is flat: {"kind": "train", "step": 400, "epoch": 1, "seconds": 12.5, "loss": 3.1}. Its kind is "train", of the
 steps since the record before, "epoch", the mean over all tokens of an epoch, or "validation" or "average".
-metrics.jsonl is authoritative and appended line by line; metrics.csv holds the same for spreadsheets and is rewritten
-when a record has a new column. A resumed run cuts both at its checkpoint, so no step appears twice.
+metrics.jsonl is authoritative and appended line by line; metrics.csv, for spreadsheets, is rewritten with each record
+that is not of kind "train", and at the end. A resumed run cuts both at its checkpoint, so no step appears twice.
 """
 
 import csv
@@ -11,6 +11,7 @@ import io
 import json
 import math
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -34,8 +35,7 @@ class MetricsLog:
         self.folder.mkdir(parents=True, exist_ok=True)
         self._records = read_metrics(self.folder)[:count] if (self.folder / JSONL).is_file() else []
         write_file(self.folder / JSONL, _jsonl(self._records))
-        self._columns: list[str] = []
-        self._rewrite_csv()
+        self._write_csv()
         self._events: Any = None
         if tensorboard:
             try:
@@ -55,29 +55,27 @@ class MetricsLog:
         record = {"kind": kind, "step": step, **values}
         self._records.append(record)
         append_file(self.folder / JSONL, _jsonl([record]))
-        if set(record).issubset(self._columns):
-            append_file(self.folder / CSV, self._csv([record]))
-        else:
-            self._rewrite_csv()
+        if kind != "train":
+            self._write_csv()
         for name, value in values.items() if self._events is not None else ():
             if isinstance(value, int | float):
                 self._events.add_scalar(f"{kind}/{name}", value, step)
         return record
 
     def close(self) -> None:
-        """Flush TensorBoard's events; the other files are complete after every record."""
+        """Complete metrics.csv and TensorBoard's events; a full disk is no error, since metrics.jsonl is complete."""
+        with suppress(OSError):
+            self._write_csv()
         if self._events is not None:
             self._events.close()
 
-    def _rewrite_csv(self) -> None:
-        self._columns = list(dict.fromkeys(name for record in self._records for name in record))
-        header = dict(zip(self._columns, self._columns, strict=True))
-        write_file(self.folder / CSV, self._csv([header, *self._records] if header else []))
-
-    def _csv(self, records: Sequence[dict[str, Any]]) -> bytes:
+    def _write_csv(self) -> None:
         text = io.StringIO(newline="")
-        csv.DictWriter(text, self._columns).writerows(records)
-        return text.getvalue().encode("utf-8")
+        writer = csv.DictWriter(text, dict.fromkeys(name for record in self._records for name in record))
+        if self._records:
+            writer.writeheader()
+        writer.writerows(self._records)
+        write_file(self.folder / CSV, text.getvalue().encode("utf-8"))
 
 
 class RunningSums:

@@ -81,7 +81,7 @@ class Trainer:
         check_storable(model.state_dict())
         self.checkpoints = CheckpointFolder(self.folder / "checkpoints", config.keep)
         self._state = RunState(
-            self.checkpoints, config, model, self._update, Schedule.of(config), self._sums, processes, architecture
+            self.checkpoints, config, model, self._update, Schedule(config), self._sums, processes, architecture
         )
         self._progress = Progress(show and processes.is_main, clock=self._wall_clock)
         self._time = TimeBudget(config, validate is not None)

@@ -1,5 +1,7 @@
 """Two processes under DistributedDataParallel, each with other padding, against one process that sees both batches."""
 
+from collections.abc import Callable
+
 import pytest
 import torch
 import torch.distributed
@@ -8,7 +10,6 @@ from torch.nn.parallel import DistributedDataParallel
 
 import fastformer
 from tests.support.closeness import assert_close, random
-from tests.support.language_task import random_batch, random_model
 from tests.support.processes import leave, run_two, two_of_gloo
 
 pytestmark = pytest.mark.skipif(not torch.distributed.is_available(), reason="torch without torch.distributed")
@@ -16,7 +17,6 @@ pytestmark = pytest.mark.skipif(not torch.distributed.is_available(), reason="to
 WORLD, B, S, T, D = 2, 3, 5, 4, 8
 # Sentences of both processes; in the first step the second process has nothing but padding.
 LENGTHS = [([[5, 2, 0], [0, 0, 0]], [[1, 4, 3], [0, 0, 0]]), ([[1, 1, 2], [5, 5, 5]], [[2, 0, 4], [4, 4, 3]])]
-DOCUMENTS = [[[7, 2], [0]], [[1, 3, 3], [12]]]
 
 
 def transformer() -> nn.Module:
@@ -36,43 +36,30 @@ def transformer_loss(model: nn.Module, step: int, rank: int) -> Tensor:
     return model(source, target, memory_key_padding_mask=hidden[0], **masks).pow(3).sum()
 
 
-def language_loss(model: nn.Module, step: int, rank: int) -> Tensor:
-    module = model.module if isinstance(model, DistributedDataParallel) else model
-    batch = random_batch(DOCUMENTS[step][rank], seed=10 * step + rank)
-    hidden = model(batch.ids_in, batch.lengths)
-    logits = module.logits(hidden)
-    return nn.functional.cross_entropy(logits, batch.ids_out, reduction="sum")
-
-
-MODELS = {"converted": (transformer, transformer_loss), "language model": (random_model, language_loss)}
+def trained(wrap: Callable[[nn.Module], nn.Module], loss: Callable[[nn.Module, int], Tensor]) -> dict[str, Tensor]:
+    """The parameters of a model after two steps."""
+    model = transformer()
+    wrapped, optimizer = wrap(model), torch.optim.SGD(model.parameters(), 0.01)
+    for step in range(2):
+        optimizer.zero_grad()
+        loss(wrapped, step).backward()
+        optimizer.step()
+    return model.state_dict()
 
 
 def work(rank: int, folder: str) -> None:
     two_of_gloo(rank, folder)
-    for name, (make, loss) in MODELS.items():
-        model = DistributedDataParallel(make())
-        optimizer = torch.optim.SGD(model.parameters(), 0.01)
-        for step in range(2):
-            optimizer.zero_grad()
-            loss(model, step, rank).backward()
-            optimizer.step()
-        if rank == 0:
-            torch.save(model.module.state_dict(), f"{folder}/{name}.pt")
+    found = trained(DistributedDataParallel, lambda model, step: transformer_loss(model, step, rank))
+    if rank == 0:
+        torch.save(found, f"{folder}/found.pt")
     leave(rank, folder)
 
 
 @pytest.mark.slow
 def test_two_processes_are_one(tmp_path):
     run_two(work, tmp_path)
-    for name, (make, loss) in MODELS.items():
-        model = make()
-        optimizer = torch.optim.SGD(model.parameters(), 0.01)
-        for step in range(2):
-            optimizer.zero_grad()
-            (sum(loss(model, step, rank) for rank in range(WORLD)) / WORLD).backward()
-            optimizer.step()
-        found = torch.load(tmp_path / f"{name}.pt", weights_only=True)
-        start = make().state_dict()
-        for key, expected in model.state_dict().items():
-            assert_close(found[key], expected, roundings=1e3)
-        assert any(not torch.equal(found[key], start[key]) for key in found)
+    mean = lambda model, step: sum(transformer_loss(model, step, rank) for rank in range(WORLD)) / WORLD  # noqa: E731
+    found, start = torch.load(tmp_path / "found.pt", weights_only=True), transformer().state_dict()
+    for key, expected in trained(lambda model: model, mean).items():
+        assert_close(found[key], expected, roundings=1e3)
+    assert any(not torch.equal(found[key], start[key]) for key in found)

@@ -130,13 +130,16 @@ def choose(
     """
     rates: dict[str, float] = {}  # measured once for rows of the same shape
 
+    def not_given(settings: Mapping[str, Any]) -> dict[str, Any]:
+        return {name: value for name, value in settings.items() if name not in given}
+
     def candidate(row: int) -> tuple[Choice, float, float | None]:
         """Return the shape of a row, the tokens that the budget pays for, and the speed if it was measured."""
         batch, _ = _step(task, train, given, _TRIAL_TOKENS[on_gpu])
         shape = Choice(
-            {**data, **_not_given({name: sizes[row] for name, sizes in task.data.items()}, given)},
-            _not_given(_shape(task, defaults, given, row), given),
-            _not_given({task.batch: batch} if task.batch else {}, given),
+            {**data, **not_given({name: sizes[row] for name, sizes in task.data.items()})},
+            not_given(_shape(task, defaults, given, row)),
+            not_given({task.batch: batch} if task.batch else {}),
         )
         budgets, rate = [math.inf], None
         if train.epochs is not None:
@@ -152,10 +155,7 @@ def choose(
 
     shape, tokens, rate = candidate(0)
     for row, size in enumerate(SIZES[1:], start=1):
-        if task.tokens < size.corpus or tokens < size.budget:
-            break
-        wider = candidate(row)
-        if wider[1] < size.budget:
+        if task.tokens < size.corpus or tokens < size.budget or (wider := candidate(row))[1] < size.budget:
             break
         shape, tokens, rate = wider
     epochs = tokens / task.tokens
@@ -170,7 +170,7 @@ def choose(
     if (epochs > 5 or steps > 10_000) and train.epochs is None and "plateau" not in train.schedule:
         training["validate_every"] = max(50, int(_rounded(steps / 5, 1)))
 
-    model, training = _not_given(model, given), _not_given(training, given)
+    model, training = not_given(model), not_given(training)
     remark = " (the rule was not measured on a GPU)" if on_gpu else ""
     pace = "" if rate is None else f" at {rate:,.0f} tokens a second, measured here"
     lines = (
@@ -191,10 +191,6 @@ def _shape(task: Task, defaults: Any, given: Mapping[str, Any], row: int) -> dic
     gated = is_gated(given.get("activation", defaults.activation))
     shape["feed_forward"] = -(-width // 3) * 8 if gated else width * SIZES[row].widening
     return {**shape, **task.model}
-
-
-def _not_given(settings: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
-    return {name: value for name, value in settings.items() if name not in given}
 
 
 def _step(task: Task, train: TrainConfig, given: Mapping[str, Any], tokens: float) -> tuple[int, float]:

@@ -232,10 +232,11 @@ ROWS: dict[str, list[tuple[str, str, str]]] = {
         ("        self.check_architecture(config)\n        self.check(WEIGHTS)", "        self.check(WEIGHTS)", OTHERS),
     ],
     "apps/train/checkpoint_folder": [
-        ("            synchronise(self.folder)\n            marked", "            marked", ON_DISK),
+        ("            synchronise(self.folder)\n            self", "            self", ON_DISK),
         ("numbered[-self.keep :]", "numbered", CHECKPOINTS + "test_the_last_k_and_the_best_are_kept"),
-        ('if hidden.startswith(".swap-") and not original.exists():', "if False:", KILLED),
-        ('target.rename(self.folder / f".swap-{name}")', "shutil.rmtree(target)", KILLED),
+        ("path.name not in named and ", "", KILLED),
+        ("            target.mkdir()\n", "            target.mkdir()\n"
+         '            self._write_index([*index["kept"], target.name], index["best"], index["average"])\n', KILLED),
     ],
     "apps/train/weights": [
         ("        if not same_kind(dtype, tensor.dtype):", "        if False:",

@@ -215,7 +215,8 @@ def _encode(lines: Sequence[str], tokenizer: Tokenizer, sampling: float | None =
     check_texts("lines", lines)
     encode = tokenizer.encode_batch
     if sampling is not None:
-        assert isinstance(tokenizer, SentencePieceTokenizer)
+        if not isinstance(tokenizer, SentencePieceTokenizer):
+            raise ValueError(f"sampling needs a SentencePieceTokenizer, not {type(tokenizer).__name__}")
         encode = partial(tokenizer.sample_batch, alpha=sampling)
     chunks = [
         Sequences.from_lists(encode(lines[start : start + _CHUNK])) for start in range(0, max(len(lines), 1), _CHUNK)

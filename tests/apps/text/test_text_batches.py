@@ -156,6 +156,8 @@ def test_bad_arguments_of_encoding():
         encode_source(["a"], source, max_length=1)
     with pytest.raises(ValueError, match="toy: no pair has between 1 and 1 tokens a side"):
         encode_pairs(CORPUS.take([0, 1], "toy"), source, target, max_length=2)
+    with pytest.raises(ValueError, match="sampling needs a SentencePieceTokenizer, not WordTokenizer"):
+        encode_pairs(CORPUS, source, target, sampling=0.1)
     with pytest.raises(ValueError, match="empty: no pair"):
         encode_pairs(ParallelCorpus([], [], name="empty"), source, target)
 

@@ -2,7 +2,6 @@
 
 import numpy as np
 import pytest
-import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -56,17 +55,6 @@ def expected_pieces(documents: list[list[int]], context: int) -> list[tuple[list
 
 
 some_documents = st.lists(st.lists(st.integers(2, VOCABULARY - 1), min_size=1, max_size=9), min_size=1, max_size=9)
-
-
-def test_a_document_is_cut_where_the_context_ends():
-    """Every token but bos is predicted once; a piece begins with what the piece before it predicted last."""
-    batch = collate_pieces(cut_documents(make_documents([[10, 11, 12, 13, 14], [20]]), context=3), np.arange(3))
-    assert batch.ids_in.tolist() == [IDS.bos_id, 10, 11, 12, 13, 14, IDS.bos_id, 20]
-    assert batch.ids_out.tolist() == [10, 11, 12, 13, 14, IDS.eos_id, 20, IDS.eos_id]
-    assert batch.lengths.tolist() == [3, 3, 2]
-    assert len(batch) == 3
-    assert batch.tokens == 8
-    assert {tensor.dtype for tensor in vars(batch).values()} == {torch.int64}
 
 
 def expected_predictions(ids: list[int], context: int, overlap: int) -> list[tuple[int, int, int]]:

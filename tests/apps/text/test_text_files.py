@@ -54,13 +54,9 @@ BAD_FILES = {
     "cut_character": (b"ok\nok\n\xc3", "cut_character:3: not valid UTF-8"),
     "utf16": ("ab\ncd".encode("utf-16-le"), "utf16:1: a NUL character"),
     "cr": (b"\xef\xbb\xbfa\rb\rc\r", r"cr: its lines end with CR alone; convert it"),
-    "cr.gz": (gzip.compress(b"a\rb"), r"cr.gz: its lines end with CR alone; convert it"),
     "cut.bz2": (bz2.compress(b"a line\n" * 100)[:-9], "cut.bz2: not a complete bz2 file"),
-    "flipped.bz2": (bz2.compress(b"a line\n" * 100)[:-8] + b"\0" * 8, "flipped.bz2: not a complete bz2 file"),
-    "cut.xz": (lzma.compress(b"a line\n" * 100)[:-9], "cut.xz: not a complete lzma file"),
     "flipped.xz": (lzma.compress(b"a line\n" * 100)[:-8] + b"\0" * 8, "flipped.xz: not a complete lzma file"),
     "cut.gz": (gzip.compress(b"a line\n" * 100)[:-9], "cut.gz: not a complete gzip file"),
-    "flipped.gz": (gzip.compress(b"a line\n" * 100)[:-8] + b"\0" * 8, "flipped.gz: not a complete gzip file"),
     "garbage.gz": (gzip.compress(b"a line\n")[:10] + b"\xff" * 20, "garbage.gz: not a complete gzip file"),
 }
 

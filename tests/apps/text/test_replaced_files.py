@@ -34,7 +34,7 @@ def test_an_error_names_the_file_and_not_its_temporary_name(tmp_path):
 def test_a_file_that_may_not_be_written_is_refused(tmp_path, monkeypatch):
     (tmp_path / "file").write_bytes(b"old")
     monkeypatch.setattr(os, "access", lambda path, mode: Path(path).name != "file")  # root may write everything
-    for write in (check_output, lambda path: write_file(path, b"new")):
+    for write in (lambda path: check_output(path, run=tmp_path / "run"), lambda path: write_file(path, b"new")):
         with pytest.raises(PermissionError, match="cannot be written"):
             write(tmp_path / "file")
     assert (tmp_path / "file").read_bytes() == b"old"

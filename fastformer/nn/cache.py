@@ -261,16 +261,9 @@ class StaticKVCache(KVCache):
     """
 
     @torch.inference_mode(False)
-    def __init__(
-        self,
-        stack: nn.Module,
-        rows: int,
-        memory: tuple[Tensor, Layout] | None = None,
-        hypotheses: int = 1,
-        capacity: int = 1,
-    ) -> None:
+    def __init__(self, *arguments: Any, capacity: int = 1) -> None:
         check_value("capacity", capacity, int, at_least=1)
-        super().__init__(stack, rows, memory, hypotheses)
+        super().__init__(*arguments)
         self.grow(capacity)
         self.lengths = self.lengths.to(self.device)
         self._empty = True  # no row has read anything
@@ -305,20 +298,13 @@ class StaticKVCache(KVCache):
         return self.capacity
 
 
-def make_cache(
-    stack: nn.Module,
-    rows: int,
-    memory: tuple[Tensor, Layout] | None,
-    hypotheses: int,
-    longest: int | None,
-    capacity: int | None,
-) -> KVCache:
-    """Make a cache that grows, or one of fixed capacity; arguments as of the stacks' `new_cache`."""
+def make_cache(*arguments: Any, longest: int | None, capacity: int | None) -> KVCache:
+    """Make a cache that grows, or one of fixed capacity, for a stack, rows, memory and hypotheses."""
     if capacity is None:
-        return KVCache(stack, rows, memory, hypotheses, longest)
+        return KVCache(*arguments, longest=longest)  # type: ignore[misc]
     if longest is not None:
         raise ValueError(f"longest must be None with capacity, which limits the tokens of a row, not {longest}")
-    return StaticKVCache(stack, rows, memory, hypotheses, capacity)
+    return StaticKVCache(*arguments, capacity=capacity)
 
 
 def _indices(name: str, indices: Tensor, below: int) -> Tensor:

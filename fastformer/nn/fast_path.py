@@ -184,15 +184,7 @@ def _is_supported(layer: Any) -> bool:
 
 
 def one_token(layer: Any, x: Tensor, layer_cache: LayerCache, write: KVWrite, cache: Any) -> Tensor:
-    """Run a layer on one new token of each row: `[R, D]` -> `[R, D]`.
-
-    Args:
-        layer: of a stack for which `has_fast_path` is True.
-        x: the tokens.
-        layer_cache: keys and values of the layer.
-        write: how the new keys and values are written.
-        cache: the whole cache, of all layers.
-    """
+    """Run a layer of a stack that `has_fast_path` on one new token of each row: `[R, D]` -> `[R, D]`."""
     modules = layer._modules
     steps: list[Any] = [
         lambda x: _self_attention(modules["self_attn"], x, layer_cache, write),

@@ -1,7 +1,6 @@
 """The base class of encoder and decoder stacks: packed and padded runs, attention weights, cached steps.
 
-A stack packs a padded batch once, runs every layer on real tokens, and unpacks once: in training and in inference, with
-torch's masks.
+A stack packs a padded batch once, runs every layer on real tokens, and unpacks once.
 
 Letters: B batch, R rows of a cache, t new tokens a row, T packed tokens, D model width.
 """
@@ -65,13 +64,11 @@ class Stack(nn.Module):
         need_weights: bool = False,
         keep_packed: bool = False,
     ) -> Any:
-        """Run every layer, then the norm, packed if the batch allows it.
+        """Run every layer, then the norm, packed if the batch allows it; arguments as in the stacks' `forward`.
 
         Args:
-            x: a padded batch or a nested tensor.
-            memory: of a decoder: likewise, or the packed output of an encoder; None for an encoder.
+            memory: of a decoder; may be the packed output of an encoder.
             masks: of self-attention, and of a decoder's attention to the memory.
-            padding_free, need_weights: as in the stacks' `forward`.
             keep_packed: whether a packed run returns a `PackedInput`.
         """
         inspection = inspect_stack(self)
@@ -107,10 +104,7 @@ class Stack(nn.Module):
     def _pack(
         self, inspection: Inspection, free: bool, inputs: list[Any], masks: Sequence[Masks]
     ) -> list[PackedInput] | None:
-        """Pack the input, and the memory if there is one; None if the batch must run padded.
-
-        Arguments that do not fit together run padded too, which reports them.
-        """
+        """Pack the input, and the memory if there is one; None if the batch runs padded, or they do not fit."""
         x, memory = inputs[0], inputs[-1]
         nested_memory = memory.nested if isinstance(memory, PackedInput) else getattr(memory, "is_nested", False)
         if x.is_nested or nested_memory:

@@ -109,15 +109,7 @@ class _Layer(nn.Module):
         return tuple(modules[name] for name in ("self_attn", "multihead_attn") if name in modules)
 
     def compose(self, x: Tensor, *attentions: Attention) -> Tensor:
-        """Compute the layer.
-
-        Args:
-            x: `[..., D]`.
-            attentions: a callable for each attention of the layer, in their order.
-
-        Raises:
-            RuntimeError: the layer overrides a block, which only `forward` calls.
-        """
+        """Compute the layer on x `[..., D]`, with a callable for each of its attentions, in their order."""
         if self.norm_first:
             return self.carry(x, *attentions).add()
         modules: dict[str, Any] = self._modules

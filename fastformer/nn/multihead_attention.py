@@ -127,7 +127,7 @@ class MultiheadAttention(Projections):
             key_padding_mask = None if key_padding_mask is None else key_padding_mask.unsqueeze(0)
         time, rows = (1, 0) if self.batch_first or not batched else (0, 1)
         batch, length, keys = query.shape[rows], query.shape[time], key.shape[time]
-        if not self._fits(query, key, value, key_padding_mask, attn_mask, rows, (batch, length, keys)):
+        if not self._fits(query, key, value, key_padding_mask, attn_mask, rows, time):
             super().forward(*arguments)  # raises
             raise RuntimeError("query, key, value and the masks must be of shapes and dtypes that fit together")
 
@@ -235,10 +235,7 @@ class MultiheadAttention(Projections):
     def _attend_to_few(
         self, query: Tensor, key: Tensor, attn_mask: Tensor | None, is_causal: bool, weights: bool, average: bool
     ) -> tuple[Tensor, Tensor | None] | None:
-        """Attend by torch's ops alone, for few tokens in inference; return None if fastformer's op is needed.
-
-        The op's checks in Python take a tenth of the time for 14 tokens of width 512.
-        """
+        """Attend by torch's ops alone, for few tokens in inference; return None if fastformer's op is needed."""
         D, fits = self.embed_dim, type(key) is Tensor and key.is_cpu and query.dim() == key.dim() == 3
         hides = attn_mask is not None and not (is_causal and attn_mask.shape == (query.shape[-2], key.shape[-2]))
         if not fits or hides or self.training or not self.batch_first or not self.is_torchs_formula():
@@ -309,11 +306,7 @@ class MultiheadAttention(Projections):
         return self.project_out(out.transpose(1, 2).flatten(2))
 
     def rules(self, longest: int, device: torch.device) -> dict[str, Any]:
-        """Return the arguments of the op except masks and lengths.
-
-        longest: at least the length of each sequence of queries or keys.
-        device: of the queries and keys.
-        """
+        """Return the arguments of the op except masks and lengths; longest: of the sequences of queries and keys."""
         rules: dict[str, Any] = {"dropout_p": self.dropout if self.training else 0.0}
         if self.differs:
             bias = self._distances

@@ -210,30 +210,20 @@ class Projections(nn.MultiheadAttention):
             extra += 1
         return k, v, extra
 
-    def _fits(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        key_padding_mask: Tensor | None,
-        attn_mask: Tensor | None,
-        rows: int,
-        sizes: tuple[int, int, int],
-    ) -> bool:
-        """Return whether the shapes of a padded batch, and its masks, fit together."""
-        batch, length, keys = sizes
-        for mask in (attn_mask, key_padding_mask):
-            if mask is not None and mask.dtype != torch.bool and not mask.is_floating_point():
-                return False
-        if attn_mask is not None:
-            shape = (length, keys) if attn_mask.dim() == 2 else (batch * self.num_heads, length, keys)
-            if attn_mask.shape != shape:
-                return False
-        if key_padding_mask is not None and key_padding_mask.shape != (batch, keys):
+    def _fits(self, query: Tensor, key: Tensor, value: Tensor, padding: Any, mask: Any, rows: int, time: int) -> bool:
+        """Return whether the shapes of a padded batch, and its masks, fit together; rows, time: of the dimensions."""
+        B, T, S = query.shape[rows], query.shape[time], key.shape[time]
+        if not _is_mask(mask, (T, S), (B * self.num_heads, T, S)) or not _is_mask(padding, (B, S)):
             return False
         compared = 3 if self._qkv_same_embed_dim else 2
-        same = key.shape[:compared] == value.shape[:compared] and key.shape[rows] == batch
+        same = key.shape[:compared] == value.shape[:compared] and key.shape[rows] == B
         return same and query.shape[-1] == self.embed_dim
+
+
+def _is_mask(mask: Tensor | None, *shapes: tuple[int, ...]) -> bool:
+    if mask is None:
+        return True
+    return (mask.dtype == torch.bool or mask.is_floating_point()) and mask.shape in shapes
 
 
 def check_attn_mask(attn_mask: Tensor, heads: int, layout: Layout, key_layout: Layout) -> None:

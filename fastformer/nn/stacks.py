@@ -90,7 +90,7 @@ class TransformerEncoder(Stack, nn.TransformerEncoder):
             ValueError: a number is out of range, or both longest and capacity are given.
             RuntimeError: a layer or attention has hooks or another class, or a module may look at several positions.
         """
-        return make_cache(self, rows, None, 1, longest, capacity)
+        return make_cache(self, rows, longest=longest, capacity=capacity)
 
 
 @drop_in
@@ -203,5 +203,5 @@ class TransformerDecoder(Stack, nn.TransformerDecoder):
             memory, memory_layout = side.tokens, side.layout
         elif memory_key_padding_mask is not None:
             raise ValueError("memory_key_padding_mask must be None with memory_layout: packed memory has no padding")
-        packed_memory = memory, without_gaps(memory_layout, memory.device)
-        return make_cache(self, memory_layout.batch * hypotheses, packed_memory, hypotheses, longest, capacity)
+        packed_memory, rows = (memory, without_gaps(memory_layout, memory.device)), memory_layout.batch * hypotheses
+        return make_cache(self, rows, packed_memory, hypotheses, longest=longest, capacity=capacity)

@@ -38,13 +38,7 @@ class DeferredResidual(NamedTuple):
         return self.residual + functional.dropout(self.x, self.dropout.p if self.dropout.training else 0.0)
 
     def norm(self, norm: Any, plain: bool, dtype: torch.dtype | None = None) -> tuple[Tensor, Tensor]:
-        """Return the norm of the sum, and the sum.
-
-        Args:
-            norm: the module.
-            plain: whether an op may compute the norm.
-            dtype: of the norm; if None, that of the sum.
-        """
+        """Return the norm of the sum, in dtype if given, and the sum; plain: whether an op may compute the norm."""
         # A replaced attention may return a tensor that broadcasts.
         if not (plain and self.plain and self.x.shape == self.residual.shape):
             total = self.add()

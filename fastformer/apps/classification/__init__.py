@@ -1,7 +1,7 @@
 """Classifiers of sequences and of tokens; training runs that label texts, and functions that use them."""
 
 from fastformer.apps.classification.classifier import Classifier, LabelScore, Scores
-from fastformer.apps.classification.corpus import LabelledCorpus, encode_texts, number_texts, read_labelled
+from fastformer.apps.classification.corpus import LabelledCorpus, encode_texts, read_labelled
 from fastformer.apps.classification.model import (
     ClassifierConfig,
     EncoderConfig,
@@ -37,7 +37,6 @@ __all__ = [
     "encode_texts",
     "evaluate",
     "load_classifier",
-    "number_texts",
     "read_labelled",
     "sequence_classification_loss",
     "token_classification_loss",

@@ -5,19 +5,16 @@ from fastformer.apps.translation.model import TranslationConfig, TranslationMode
 from fastformer.apps.translation.run import (
     DataConfig,
     TranslationRun,
-    build_tokenizers,
     corpus_loss,
     evaluate,
     load_translator,
     read_corpora,
 )
 from fastformer.apps.translation.search import Hypothesis, SearchOptions, beam_search, greedy_search
-from fastformer.apps.translation.state import DecoderState
 from fastformer.apps.translation.translator import SentenceAttention, Translation, Translator, attend
 
 __all__ = [
     "DataConfig",
-    "DecoderState",
     "Hypothesis",
     "SearchOptions",
     "SentenceAttention",
@@ -28,7 +25,6 @@ __all__ = [
     "Translator",
     "attend",
     "beam_search",
-    "build_tokenizers",
     "complete_run",
     "corpus_loss",
     "evaluate",

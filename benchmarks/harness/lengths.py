@@ -79,22 +79,14 @@ def _typical(kind: str) -> tuple[EncodedPairs, float]:
 
 
 def uniform_lengths(number: int, longest: int, share: float, seed: int = 0) -> Lengths:
-    """Lengths spread evenly, so that `share` of `[number, longest]` is padding; one is the longest, none is empty.
-
-    Raises:
-        ValueError: no such lengths have that share.
-    """
+    """Lengths spread evenly, so that `share` of `[number, longest]` is padding; one is the longest, none is empty."""
     mean = _mean_of_others(number, longest, share)
     spread = min(longest - mean, mean - 1)
     return _with_longest(mean + spread * (2 * _quantiles(number - 1) - 1), longest, seed)
 
 
 def lognormal_lengths(number: int, longest: int, share: float, seed: int = 0) -> Lengths:
-    """The same, many short and few long: the logarithm is normal, and what would exceed the longest is cut to it.
-
-    Raises:
-        ValueError: no such lengths have that share.
-    """
+    """The same, many short and few long: the logarithm is normal, and what would exceed the longest is cut to it."""
     mean = _mean_of_others(number, longest, share)
     normal = NormalDist(0, _LOG_SPREAD)
     shape = np.exp([normal.inv_cdf(p) for p in _quantiles(number - 1)])
@@ -113,11 +105,6 @@ def multi30k_lengths(number: int = 128) -> Lengths:
 
 def _mean_of_others(number: int, longest: int, share: float) -> float:
     """The mean length of all but the longest."""
-    if number < 1 or longest < 1:
-        raise ValueError(f"number and longest must be 1 or more: {number}, {longest}")
-    at_most = 1 - (longest + number - 1) / (number * longest)  # all others have length 1
-    if not 0 <= share <= at_most:
-        raise ValueError(f"share must be from 0 to {at_most:.3f} for {number} sequences of up to {longest}: {share}")
     return longest if number == 1 else ((1 - share) * number - 1) * longest / (number - 1)
 
 

@@ -7,7 +7,7 @@ import torch.nn.functional as F
 
 from benchmarks.bench_multihead_attention import expected as expected_of_module
 from benchmarks.competitors import attention as rivals
-from benchmarks.harness.attention_case import AttentionCase, AttentionShape, case_name
+from benchmarks.harness.attention_case import AttentionCase
 from benchmarks.harness.lengths import lognormal_lengths, multi30k_lengths, uniform_lengths
 from benchmarks.harness.race import DIRECTIONS
 from fastformer import functional
@@ -57,33 +57,6 @@ def test_lengths_have_the_share_of_padding(make, number, longest, share):
     assert lengths.min() >= 1
     assert 1 - lengths.mean() / longest == pytest.approx(share, abs=0.5 / longest)
     assert not (make(number, longest, share) != lengths).any()
-
-
-def test_the_two_kinds_of_lengths_differ_in_shape():
-    """Of the same mean: lognormal ones have a long tail, so most are below the mean; even ones are so to the half."""
-    uniform, lognormal = (make(1000, 1000, 0.69) for make in (uniform_lengths, lognormal_lengths))
-    assert (uniform < uniform.mean()).mean() == pytest.approx(0.5, abs=0.01)
-    assert (lognormal < lognormal.mean()).mean() == pytest.approx(0.565, abs=0.01)  # the normal's share below 0.33 / 2
-    assert np.log(lognormal).std() == pytest.approx(0.33, abs=0.01)
-
-
-def test_one_sequence_has_no_padding():
-    assert uniform_lengths(1, 7, 0).tolist() == lognormal_lengths(1, 7, 0).tolist() == [7]
-
-
-@pytest.mark.parametrize(
-    ("number", "longest", "share", "message"),
-    [
-        (1, 10, 0.5, r"share must be from 0 to 0.000"),
-        (3, 10, 0.7, "share"),
-        (3, 10, -0.1, "share"),
-        (0, 9, 0, "number"),
-    ],
-)
-def test_a_share_that_no_lengths_have_is_refused(number, longest, share, message):
-    for make in (uniform_lengths, lognormal_lengths):
-        with pytest.raises(ValueError, match=message):
-            make(number, longest, share)
 
 
 def test_multi30k_lengths_have_its_share_of_padding():
@@ -208,14 +181,3 @@ def test_fp64_results_of_the_module_are_those_of_torch():
     assert_close(found[0] * p.real[..., None], out * p.real[..., None])
     for a, b in zip(found[1:], torch.autograd.grad(out, inputs, upstream), strict=True):
         assert_close(a, b)
-
-
-def test_names_differ_in_length_and_padding_alone():
-    names = []
-    for lengths in ([8, 8, 3], [4, 2, 4, 2, 4, 2]):
-        p = attention_case(True, np.array(lengths))
-        names.append(case_name("attention", AttentionShape(1, 3, 1, kind="uniform"), p))
-    assert names == [
-        "attention, 24 positions, length 8, 3 heads of 8, causal, padding 21 %, uniform lengths",
-        "attention, 24 positions, length 4, 3 heads of 8, causal, padding 25 %, uniform lengths",
-    ]

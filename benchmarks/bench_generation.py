@@ -30,7 +30,8 @@ from benchmarks.competitors.known import require
 from benchmarks.competitors.tutorials import TutorialLanguageModel
 from benchmarks.harness.race import Contender, Race
 from fastformer.apps.language.model import CLASSICAL, LanguageConfig, LanguageModel
-from fastformer.apps.language.sampling import LanguageState, RandomStreams, SamplingOptions, sample
+from fastformer.apps.language.sampling import LanguageState, SamplingOptions, sample
+from fastformer.apps.models.sampling import RandomStreams
 from fastformer.nn import pack_weights
 
 WORDS, VOCABULARY, BPTT = 1000, 33_278, 35

@@ -9,7 +9,7 @@ from fastformer.apps.language.run import load_generator
 from fastformer.apps.language.sampling import SamplingOptions
 from fastformer.apps.language.text_generator import attend_text
 from fastformer.apps.plots.attention_maps import AttentionMaps
-from fastformer.apps.serve.served_model import ServedModel
+from fastformer.apps.serve.served_model import ServedModel, once_each
 from fastformer.nn import pack_weights
 from fastformer.settings import check_value
 
@@ -32,11 +32,11 @@ class Served(ServedModel):
 
     def compute(self, texts: list[str], options: SamplingOptions) -> list[Any]:
         """Continue prompts; with a seed, the text of a prompt does not depend on other requests."""
-        if options.seed is None:
-            return [{"text": text} for text in self.generator.generate(texts, options, len(texts))]
-        prompts = list(dict.fromkeys(texts))  # of equal prompts, `generate` writes different texts
-        continued = dict(zip(prompts, self.generator.generate(prompts, options, len(prompts)), strict=True))
-        return [{"text": continued[text]} for text in texts]
+
+        def generate(prompts: list[str]) -> list[Any]:
+            return [{"text": text} for text in self.generator.generate(prompts, options, len(prompts))]
+
+        return generate(texts) if options.seed is None else once_each(texts, generate)
 
     def stream(self, text: str, options: SamplingOptions) -> Iterator[str]:
         """Yield the pieces of a continuation."""

@@ -5,8 +5,9 @@ from collections.abc import Iterable, Iterator, Sequence
 from itertools import islice
 
 from fastformer.apps.language.model import LanguageModel
-from fastformer.apps.language.sampling import RandomStreams, SamplingOptions, check_context, sample
+from fastformer.apps.language.sampling import SamplingOptions, check_context, sample
 from fastformer.apps.models.common import check_tokenizer
+from fastformer.apps.models.sampling import RandomStreams
 from fastformer.apps.plots.attention_maps import AttentionMaps, attend_ids
 from fastformer.apps.text import Tokenizer
 from fastformer.apps.text.files import check_texts

@@ -1,6 +1,7 @@
 """What the API needs of a model; the `served.py` of each application implements it."""
 
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from importlib import import_module
 from pathlib import Path
 from typing import Any, ClassVar
@@ -46,6 +47,13 @@ class ServedModel(ABC):
         options = self.settings(**values)
         refuse_idle({"": values}, {"": options})
         return self.limited(options, most_tokens)
+
+
+def once_each(texts: list[str], compute: Callable[[list[str]], list[Any]]) -> list[Any]:
+    """Return the results of texts, computed once for equal ones, whose random numbers would differ otherwise."""
+    different = list(dict.fromkeys(texts))
+    results = dict(zip(different, compute(different), strict=True))
+    return [results[text] for text in texts]
 
 
 def served_model(run: Path, checkpoint: str, device: str) -> ServedModel:

@@ -7,11 +7,14 @@ Letters: B sentences, N hypotheses a sentence, T steps taken, V vocabulary.
 """
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
 
+from fastformer.apps.models.sampling import choose_ids
 from fastformer.apps.models.sizes import LARGEST
 from fastformer.apps.settings import Settings, setting
 from fastformer.apps.translation.model import TranslationConfig, TranslationModel
@@ -26,13 +29,15 @@ _REPLAYED_ROWS = 64
 _UNLIMITED = 1 << 31  # tokens; the sum of two such numbers fits into 64 bits
 _HIGHEST_POWER = 30  # a double holds (2 ** 31) ** 30
 _DIVERGED = "the model's scores are not numbers: it has diverged"
-_BEAM = {"search": "a beam above 1"}
+_BEAM, _SAMPLE = {"search": "a beam above 1"}, {"sample": True}
 
 
 class SearchOptions(Settings):
     """Options of greedy and beam search; the help text of each setting describes it."""
 
-    beam: int = setting(4, "hypotheses per sentence; 1 is greedy search", at_least=1, at_most=LARGEST)
+    beam: int = setting(
+        4, "hypotheses per sentence; 1 is greedy search", at_least=1, at_most=LARGEST, only={"sample": False}
+    )
     n_best: int = setting(1, "translations returned a sentence", at_least=1, at_most="beam", only=_BEAM)
     length_penalty: float = setting(
         1.0,
@@ -46,6 +51,17 @@ class SearchOptions(Settings):
     max_length: int | None = setting(None, "at most this many tokens, whatever the source", at_least=1)
     min_length: int = setting(0, "at least this many tokens before the end", at_least=0, at_most="max_length")
     no_repeat_ngram: int = setting(0, "no n-gram of this size twice in a translation; 0: off", at_least=0)
+    sample: bool = setting(False, "draw each token at random, in place of a search")
+    temperature: float = setting(1.0, "logits are divided by it", above=0, only=_SAMPLE)
+    top_k: int | None = setting(None, "only the k most probable tokens; unset or 0: all", at_least=0, only=_SAMPLE)
+    top_p: float = setting(
+        1.0,
+        "only the fewest tokens that together have at least this probability; 1: all",
+        above=0,
+        at_most=1,
+        only=_SAMPLE,
+    )
+    seed: int | None = setting(None, "random seed; unset: other translations each time", at_least=0, only=_SAMPLE)
     cuda_graphs: bool = setting(
         False, "replay each step as a CUDA graph, for small batches; elsewhere than on a GPU, only slower"
     )
@@ -53,6 +69,8 @@ class SearchOptions(Settings):
     @property
     def search(self) -> str:
         """The kind of search, in words."""
+        if self.sample:
+            return "sampling"
         return "a beam above 1" if self.beam > 1 else "greedy search"
 
     def limits(self, source_lengths: Tensor, config: TranslationConfig) -> Tensor:
@@ -79,15 +97,20 @@ class Hypothesis:
 
 @torch.inference_mode()
 def greedy_search(
-    model: TranslationModel, source: Tensor, source_lengths: Tensor, options: SearchOptions | None = None
+    model: TranslationModel,
+    source: Tensor,
+    source_lengths: Tensor,
+    options: SearchOptions | None = None,
+    streams: Sequence[np.random.Generator] = (),
 ) -> list[Hypothesis]:
-    """Take the most probable token at every step.
+    """Take the most probable token at every step; with `options.sample`, draw it at random.
 
     Args:
         model: call `.eval()` first; the mode (train or eval) is not changed.
         source: int64 ids with eos, packed `[S]` or padded `[B, S]`.
         source_lengths: int64 `[B]`.
         options: beam, n_best and length_penalty are ignored.
+        streams: with `options.sample`, a generator for each sentence, from `RandomStreams`.
 
     Returns:
         One hypothesis a sentence.
@@ -114,8 +137,14 @@ def greedy_search(
         logits = state.step(output[active, t]).float()
         total = logits.logsumexp(-1)
         _forbid(logits, output[active, 1 : t + 1], config, options)
-        best, ids = logits.max(-1)
-        log_p = best - total
+        if options.sample:
+            drawn = [streams[row].random() for row in active.tolist()]
+            (uniform,) = send(device, torch.tensor(drawn, dtype=widest_dtype(device), device="cpu"))
+            ids = choose_ids(logits, options, uniform)
+            log_p = logits.gather(1, ids[:, None]).squeeze(1) - total
+        else:
+            best, ids = logits.max(-1)
+            log_p = best - total
         output[active, t + 1] = ids
         scores[active] += torch.where(running, log_p, 0.0)
         ended = running & (ids == config.eos_id)

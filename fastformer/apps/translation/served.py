@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from fastformer.apps.plots.attention_maps import AttentionMaps
-from fastformer.apps.serve.served_model import ServedModel
+from fastformer.apps.serve.served_model import ServedModel, once_each
 from fastformer.apps.translation.run import load_translator
 from fastformer.apps.translation.search import SearchOptions
 from fastformer.apps.translation.translator import attend
@@ -32,11 +32,14 @@ class Served(ServedModel):
 
     def compute(self, texts: list[str], options: SearchOptions) -> list[Any]:
         """Translate texts."""
-        candidates = self.translator.candidates(texts, options, len(texts))
-        return [
-            {"translations": [{"text": best.text, "score": round(best.score, 4)} for best in each]}
-            for each in candidates
-        ]
+
+        def translate(sentences: list[str]) -> list[Any]:
+            return [
+                {"translations": [{"text": best.text, "score": round(best.score, 4)} for best in each]}
+                for each in self.translator.candidates(sentences, options, len(sentences))
+            ]
+
+        return translate(texts) if options.seed is None else once_each(texts, translate)
 
     def attention(self, text: str) -> AttentionMaps:
         """Return the weights with which each target token was predicted, over the source."""

@@ -13,6 +13,7 @@ import numpy as np
 import torch
 
 from fastformer.apps.models.common import check_tokenizer, layouts_of
+from fastformer.apps.models.sampling import RandomStreams
 from fastformer.apps.plots.attention_maps import AttentionMaps
 from fastformer.apps.text import EncodedPairs, Sequences, Tokenizer, collate, collate_source, encode_source
 from fastformer.apps.text.files import check_texts
@@ -72,7 +73,7 @@ class Translator:
 
         Args:
             sentences: plain text, one sentence each.
-            options: how to search; beam 1 is greedy.
+            options: how to search, or to sample; beam 1 is greedy.
             batch_size: sentences searched at a time.
         """
         options = replace(options or SearchOptions(), n_best=1)
@@ -107,13 +108,14 @@ class Translator:
         sequences = self.encode(sentences)
         lengths = sequences.lengths
         order = sorted((i for i in range(len(sequences)) if lengths[i]), key=lambda i: -lengths[i])
-        device = device_of(self.model)
+        device, streams = device_of(self.model), RandomStreams(options.seed)
         for start in range(0, len(order), batch_size):
             indices = order[start : start + batch_size]
             ids, source_lengths = collate_source([sequences[i] for i in indices], self.source_tokenizer.special_ids)
             (ids,) = send(device, ids)
-            if options.beam == 1:
-                yield indices, [[h] for h in greedy_search(self.model, ids, source_lengths, options)]
+            if options.sample or options.beam == 1:
+                draws = streams.take([sequences[i] for i in indices]) if options.sample else ()
+                yield indices, [[h] for h in greedy_search(self.model, ids, source_lengths, options, draws)]
             else:
                 yield indices, beam_search(self.model, ids, source_lengths, options)
 

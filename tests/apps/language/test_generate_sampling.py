@@ -6,7 +6,8 @@ from dataclasses import replace
 import pytest
 import torch
 
-from fastformer.apps.language.sampling import RandomStreams, SamplingOptions, choose_ids, sample
+from fastformer.apps.language.sampling import SamplingOptions, sample
+from fastformer.apps.models.sampling import RandomStreams, choose_ids
 from tests.support.language_task import random_model
 
 UNK, PAD, BOS, EOS = range(4)

@@ -98,7 +98,7 @@ def unsupported(op: str, x: Tensor) -> str | None:
     elif architecture_of(target := _target(x.get_device())) is None:
         return f"{op} needs sm_80 or newer, gfx90a, gfx942, gfx950, gfx11 or gfx12, not {target}"
     elif target.startswith("gfx") and (thread.backend or process.backend) != "triton":
-        return f"{op} was never run on an AMD GPU, such as this {target}; backend 'triton' tries the kernels"
+        return f"{op} is not measured on this GPU, {target}; backend 'triton' runs the kernels"
     elif FAULT_OF_LAUNCHERS is not None:
         return f"{op} {FAULT_OF_LAUNCHERS}"
     if functorch_level() is not None and batched():
@@ -250,6 +250,8 @@ def _calls_of_sdpa(op: str, x: Tensor) -> str:
     calls = {"attention": "plain calls", "packed_attention": "plain calls of sequences of one length"}.get(op)
     if calls is None:
         return ""
+    if is_exact_fp32(x):
+        calls = "calls without window, softcap, bias and sinks"
     head_size = x.shape[-1] if x.dim() == 4 else _COMMON_HEAD_SIZE
     reason = why_sdpa(architecture_of(_target(x.get_device())), product_dtype(x), "training", head_size, 1024)
     return "" if reason is None else f"; sdpa for {calls} ({reason})"

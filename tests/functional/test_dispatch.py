@@ -119,6 +119,11 @@ def test_auto_takes_no_kernel_where_none_is_known_to_run(target, run):
 @pytest.mark.parametrize("target", ["gfx90a", "gfx942", "gfx1100", "gfx1201"])
 def test_amd_gpus_run_kernels_if_asked(target, run):
     assert run(target, attend, backend="triton") == "triton"
+    with FakeTensorMode():
+        lines = fastformer.explain(torch.empty(2, device="cuda")).splitlines()
+    assert (
+        f"rotary: reference (rotary is not measured on this GPU, {target}; backend 'triton' runs the kernels)" in lines
+    )
     with pytest.raises(BackendError, match="not gfx1030"):
         run("gfx1030", attend, backend="triton")
 
@@ -221,7 +226,9 @@ def test_explain_says_what_sdpa_takes_and_why(monkeypatch):
             auto = fastformer.explain(x).splitlines()
             with fastformer.backend("triton"):
                 assert "attention: triton" in fastformer.explain(x).splitlines()
+            fp32 = fastformer.explain(x.float()).splitlines()
         assert auto[0].startswith("attention: triton; sdpa for plain calls (")
+        assert fp32[0].startswith("attention: triton; sdpa for calls without window, softcap, bias and sinks (")
         assert reason in auto[0]
         assert "layer_norm: triton" in auto
 

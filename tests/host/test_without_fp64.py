@@ -21,6 +21,7 @@ from fastformer.packing import Layout
 
 pytest.importorskip("typer", reason="the command line needs the extra `apps`")
 
+from fastformer.apps.cli.console import choose_device
 from tests.support.command_line import fastformer as command
 from tests.support.protocol_cases import CASES, D, H, Subject, _encode
 
@@ -103,6 +104,14 @@ def test_commands(application: str, tmp_path: Path, monkeypatch: pytest.MonkeyPa
         with without_fp64("cpu", monkeypatch):
             done = command(*line.split(), cwd=tmp_path)
         assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize("name", ["mps", "xpu", "xpu:1"])
+def test_the_command_line_takes_the_device(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    accelerator = torch.device(name.partition(":")[0])
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda check_available: accelerator)
+    monkeypatch.setattr(torch.accelerator, "device_count", lambda: 2)
+    assert choose_device(name) == name
 
 
 def test_fp64_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -137,7 +137,7 @@ class Projections(nn.MultiheadAttention):
 
         Inputs that are the same tensor take one matrix product. Rotary attention needs the positions of the tokens.
         """
-        H, Hkv = self.num_heads, self.kv_heads
+        H, Hkv = self.num_heads, self._kv_heads or self.num_heads
         q, k, v = query, key, value
         if self._qkv_same_embed_dim and query is key is value:
             qkv = self._heads(linear(query, self.in_proj_weight, self.in_proj_bias))  # type: ignore[arg-type]
@@ -213,16 +213,16 @@ class Projections(nn.MultiheadAttention):
     def _fits(self, query: Tensor, key: Tensor, value: Tensor, padding: Any, mask: Any, rows: int, time: int) -> bool:
         """Return whether the shapes of a padded batch, and its masks, fit together; rows, time: of the dimensions."""
         B, T, S = query.shape[rows], query.shape[time], key.shape[time]
-        if not _is_mask(mask, (T, S), (B * self.num_heads, T, S)) or not _is_mask(padding, (B, S)):
+        if mask is not None and not _is_mask(mask, (T, S), (B * self.num_heads, T, S)):
+            return False
+        if padding is not None and not _is_mask(padding, (B, S)):
             return False
         compared = 3 if self._qkv_same_embed_dim else 2
         same = key.shape[:compared] == value.shape[:compared] and key.shape[rows] == B
         return same and query.shape[-1] == self.embed_dim
 
 
-def _is_mask(mask: Tensor | None, *shapes: tuple[int, ...]) -> bool:
-    if mask is None:
-        return True
+def _is_mask(mask: Tensor, *shapes: tuple[int, ...]) -> bool:
     return (mask.dtype == torch.bool or mask.is_floating_point()) and mask.shape in shapes
 
 
@@ -249,7 +249,9 @@ def op_masks(
         extra: number of keys behind the S, which all queries may attend to.
         dtype: of additive masks.
     """
-    mask, padding = (x if x is None or not extra else F.pad(x, (0, extra)) for x in (attn_mask, key_padding_mask))
+    mask, padding = attn_mask, key_padding_mask
+    if extra:
+        mask, padding = (None if x is None else F.pad(x, (0, extra)) for x in (mask, padding))
     if mask is not None:
         mask = mask.view(*sizes, *mask.shape[1:]) if mask.dim() == 3 else mask  # [B, H, T, S] or [T, S]
         mask = ~mask if mask.dtype == torch.bool else mask

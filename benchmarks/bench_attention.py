@@ -94,14 +94,14 @@ CAUSAL_GOALS: dict[str, Goals] = {
 
 def _cases(*combinations: tuple[str, Sequence[AttentionShape], Rivals]) -> pytest.MarkDecorator:
     """Shapes against rivals, each as (shape, competitor, way); first "quick", "full", or "quick-cpu"."""
-    found = []
+    parameters = []
     for size, shapes, rivals in combinations:
         for shape in shapes:
             for name, way in rivals:
                 parts = size, shape.name, name, *(() if way is None else (way.partition(" (")[0].replace(" ", "_"),))
                 marks = [pytest.mark.cpu] if size == "quick-cpu" else []
-                found.append(pytest.param(shape, name, way, id="-".join(parts), marks=marks))
-    return pytest.mark.parametrize(("shape", "competitor", "way"), found)
+                parameters.append(pytest.param(shape, name, way, id="-".join(parts), marks=marks))
+    return pytest.mark.parametrize(("shape", "competitor", "way"), parameters)
 
 
 def _label(name: str, way: str | None) -> str:

@@ -151,9 +151,9 @@ def work(case: FeedForwardShape) -> dict[Direction, Work]:
 def bench_feed_forward(race: Race, case: str, competitor: str, direction: Direction) -> None:
     chosen = CASES[case]
     goals: dict[tuple[str, Direction], float] = {}
-    found = GOALS.get((chosen.activation, chosen.dropout_p > 0.0, chosen.width))
-    if found is not None and not chosen.recompute:
-        goals = {("eager", "both"): found[0], ("compile", "both"): found[1]}
+    pair = GOALS.get((chosen.activation, chosen.dropout_p > 0.0, chosen.width))
+    if pair is not None and not chosen.recompute:
+        goals = {("eager", "both"): pair[0], ("compile", "both"): pair[1]}
     if race.tiny:
         chosen = chosen._replace(tokens=TINY[0], width=TINY[1], hidden=TINY[2])
     inputs = _inputs(chosen, race.device, race.dtype)

@@ -49,16 +49,16 @@ IDS = {"vocab_size": VOCABULARY, "pad_token_id": 0, "bos_token_id": 1, "eos_toke
 def _model(name: str, width: int, layers: int, heads: int) -> nn.Module:
     import transformers
 
-    given = {"attn_implementation": "sdpa"}
+    sdpa = {"attn_implementation": "sdpa"}
     if name == "T5":
         config: Any = transformers.T5Config(
             **IDS, d_model=width, num_layers=layers, num_heads=heads, d_kv=width // heads, d_ff=4 * width
         )
-        return transformers.T5EncoderModel._from_config(config, **given)  # type: ignore[no-any-return]
+        return transformers.T5EncoderModel._from_config(config, **sdpa)  # type: ignore[no-any-return]
     shared = {**IDS, "hidden_size": width, "num_hidden_layers": layers, "num_attention_heads": heads}
     kind = transformers.BertConfig if name == "BERT" else transformers.LlamaConfig
     config = kind(**shared, intermediate_size=4 * width)
-    return transformers.AutoModel.from_config(config, **given)  # type: ignore[no-any-return]
+    return transformers.AutoModel.from_config(config, **sdpa)  # type: ignore[no-any-return]
 
 
 def _mask(left: bool, sequences: int, longest: int, share: float, device: torch.device) -> Tensor:
@@ -112,11 +112,11 @@ def bench_transformers(race: Race, size: str, model: str, way: Way, share: float
     left = way == "attention" and model == "Llama"
     mask = _mask(left, sequences, longest, share, race.device)
     ids = torch.randint(4, VOCABULARY, mask.shape, device=race.device)
-    given = {"input_ids": ids, "attention_mask": mask, **({} if model in ("BERT", "T5") else {"use_cache": False})}
+    inputs = {"input_ids": ids, "attention_mask": mask, **({} if model in ("BERT", "T5") else {"use_cache": False})}
     direction = torch.randn(int(mask.sum()), width, device=race.device) / mask.sum()
 
     def loss(net: nn.Module) -> Tensor:
-        hidden = net(**given).last_hidden_state[mask.bool()]
+        hidden = net(**inputs).last_hidden_state[mask.bool()]
         value: Tensor = (hidden.float() * direction).sum()
         return value
 
@@ -129,7 +129,7 @@ def bench_transformers(race: Race, size: str, model: str, way: Way, share: float
 
     def infer(net: nn.Module) -> Tensor:
         with torch.no_grad(), fastformer.backend(race.backend):
-            return net(**given).last_hidden_state  # type: ignore[no-any-return]
+            return net(**inputs).last_hidden_state  # type: ignore[no-any-return]
 
     for net in (ours, theirs):
         net.eval()

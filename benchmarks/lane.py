@@ -29,7 +29,7 @@ from benchmarks.harness.processes import ROOT, run_command
 
 GRACE = 5.0  # seconds between interrupting a step and killing it
 TESTS = {
-    "gpu-tests": ("test_gpu*.py", "test_transfers.py"),
+    "gpu-tests": ("gpu/test_*.py", "test_transfers.py"),
     "fused-tests": ("test_fused_*.py",),
     "further-tests": ("test_attention_distances.py", "test_value_head_size.py", "test_tf32.py"),
 }
@@ -130,11 +130,11 @@ def _test_files(step: str, dry: bool) -> list[str]:
     """Return pytest's arguments for a step of tests, on all cores."""
     if dry and step == "fused-tests":
         return ["tests/kernels/test_fused_norms.py", "-k", "value"]
-    found = {path for pattern in TESTS[step] for path in (ROOT / "tests").rglob(pattern)}
+    files = {path for pattern in TESTS[step] for path in (ROOT / "tests").rglob(pattern)}
     workers = min(os.cpu_count() or 1, MOST_WORKERS)
     parallel = importlib.util.find_spec("xdist") is not None and not dry
     jobs = ["-n", str(workers), "--dist", "loadgroup"] if parallel else []
-    return jobs + ["-m", "gpu"] * (step == "gpu-tests") + sorted(str(path.relative_to(ROOT)) for path in found)
+    return jobs + ["-m", "gpu"] * (step == "gpu-tests") + sorted(str(path.relative_to(ROOT)) for path in files)
 
 
 def _pytest_counts(log: Path, begin: int) -> str:

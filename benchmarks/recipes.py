@@ -120,8 +120,8 @@ class Session:
             output = run.with_suffix(".scores")
             command = [sys.executable, "-m", "fastformer", "evaluate", "--run", str(run), *arguments]
             run_command([*command, "--device", self.options.device], max(1.0, self.left() + GRACE), output)
-            found = _SCORE.findall(output.read_text(encoding="utf-8"))
-            scores |= {name + suffix: float(value.replace(",", "")) for name, value in found}
+            matches = _SCORE.findall(output.read_text(encoding="utf-8"))
+            scores |= {name + suffix: float(value.replace(",", "")) for name, value in matches}
         if recipe.kind == "translation" and recipe.dataset and translations.is_file():
             scores |= moses_bleu(translations, Path(recipe.dataset), recipe.settings["data"]["target"])
         return scores
@@ -158,8 +158,8 @@ def speed(metrics: Path) -> dict[str, float]:
     """Return steps, and the median of tokens per second over the records, which leaves out compilation."""
     records = [json.loads(line) for line in metrics.read_text(encoding="utf-8").splitlines()]
     rates = [record["tokens_per_second"] for record in records if record["kind"] == "train"]
-    found = {"steps": records[-1]["step"]} if records else {}
-    return found | ({"tokens/s": statistics.median(rates)} if rates else {})
+    steps = {"steps": records[-1]["step"]} if records else {}
+    return steps | ({"tokens/s": statistics.median(rates)} if rates else {})
 
 
 def moses_bleu(translations: Path, dataset: Path, language: str) -> dict[str, float]:

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from benchmarks.codegen.budget import BUDGET, broken_limits, compare, dump, entry, judge, read_budget, recorded
-from benchmarks.codegen.compilation import KNOWN, Row, compile_all, find_cases, fingerprint, record, target_of
+from benchmarks.codegen.compilation import GPUS, Row, compile_all, find_cases, fingerprint, record, target_of
 from benchmarks.codegen.reader import Resources
 
 DEFAULT = (80, 90, 100)
@@ -72,7 +72,7 @@ def _arch(text: str) -> int | str:
 
 def arguments(argv: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser("python -m benchmarks.codegen", description="Compile the kernels without a GPU.")
-    parser.add_argument("--arch", type=_arch, nargs="+", default=DEFAULT, help=" ".join(map(str, KNOWN)))
+    parser.add_argument("--arch", type=_arch, nargs="+", default=DEFAULT, help=" ".join(map(str, GPUS)))
     parser.add_argument("--only", default="", metavar="TEXT", help="rows whose kernel or case contains the text")
     parser.add_argument("--update", action="store_true", help="write the budget of this Triton version")
     parser.add_argument("--fresh", action="store_true", help="compile what the budget has a record of, too")
@@ -81,8 +81,8 @@ def arguments(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--cases", default="benchmarks.codegen.cases", help="the package of the cases")
     parser.add_argument("--budget", type=Path, default=BUDGET, help="the budget file")
     options = parser.parse_args(argv)
-    if unknown := [arch for arch in options.arch if arch not in KNOWN]:
-        parser.error(f"--arch {unknown[0]}: known are {', '.join(map(str, KNOWN))}")
+    if unknown := [arch for arch in options.arch if arch not in GPUS]:
+        parser.error(f"--arch {unknown[0]}: known are {', '.join(map(str, GPUS))}")
     if options.ptxas and not os.access(options.ptxas, os.X_OK):
         parser.error(f"--ptxas {options.ptxas}: it must be a program")
     if options.ptxas and options.update:
@@ -123,11 +123,13 @@ def report(
         )
     print(table(rows, results))
     if options.update:
-        kept = {name: value for name, value in versions.get(version, {}).items() if name not in gone}
-        found = {row.name: entry(row, result) for row in rows if isinstance(result := results[row.name], Resources)}
-        versions[version] = kept | found
+        others = {name: value for name, value in versions.get(version, {}).items() if name not in gone}
+        recorded_rows = {
+            row.name: entry(row, result) for row in rows if isinstance(result := results[row.name], Resources)
+        }
+        versions[version] = others | recorded_rows
         options.budget.write_text(dump(budget))
-        print(f"\nWrote {len(found)} rows to {options.budget}")
+        print(f"\nWrote {len(recorded_rows)} rows to {options.budget}")
         differences = []
     section("Exempt", exempt)
     other = "" if against == version else ", which is another version: no failure"

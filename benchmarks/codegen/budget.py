@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.codegen.checks.loops import Loop
-from benchmarks.codegen.compilation import KNOWN, Row
+from benchmarks.codegen.compilation import GPUS, Row
 from benchmarks.codegen.reader import Resources
 
 BUDGET = Path(__file__).resolve().with_name("budget.json")
@@ -39,7 +39,7 @@ def broken_limits(arch: int | str, result: Resources | str) -> Iterator[tuple[st
         return
     if result.stack:
         yield "stack", f"{result.stack} bytes of stack: it spills"
-    if result.shared > (limit := KNOWN[arch].shared_of_block):
+    if result.shared > (limit := GPUS[arch].shared_of_block):
         yield "shared", f"{result.shared} bytes of shared memory, and a block gets at most {limit}"
     if result.ctas == 0 and result.shared <= limit:
         yield "registers", f"no block fits on a multiprocessor with {result.registers} registers a thread"
@@ -55,12 +55,12 @@ def broken_limits(arch: int | str, result: Resources | str) -> Iterator[tuple[st
         yield "serialised", f"its {result.wgmma} wgmma are serialised"
 
 
-def worse_loops(found: tuple[Loop, ...], before: tuple[Loop, ...]) -> Iterator[str]:
+def worse_loops(after: tuple[Loop, ...], before: tuple[Loop, ...]) -> Iterator[str]:
     """Yield what is worse in a kernel's loops."""
-    if len(found) != len(before):
-        yield f"loops {len(before)} -> {len(found)}"
+    if len(after) != len(before):
+        yield f"loops {len(before)} -> {len(after)}"
         return
-    for number, (now, then) in enumerate(zip(found, before, strict=True), start=1):
+    for number, (now, then) in enumerate(zip(after, before, strict=True), start=1):
         if now.instructions > MORE_INSTRUCTIONS * then.instructions:
             yield f"loop {number}: instructions {then.instructions:g} -> {now.instructions:g} for 4,096 elements"
         if now.exponentials > then.exponentials:
@@ -69,20 +69,20 @@ def worse_loops(found: tuple[Loop, ...], before: tuple[Loop, ...]) -> Iterator[s
             yield f"loop {number}: tensor core cycles {then.mma_cycles:g} -> {now.mma_cycles:g} for 4,096 elements"
 
 
-def worse(found: Resources, budget: dict[str, Any]) -> Iterator[str]:
+def worse(resources: Resources, budget: dict[str, Any]) -> Iterator[str]:
     """Yield what is worse than in the budget."""
-    if found.registers > MORE_REGISTERS * budget["registers"]:
-        yield f"registers {budget['registers']} -> {found.registers}"
-    if found.ctas < budget["ctas"]:
-        yield f"CTAs/SM {budget['ctas']} -> {found.ctas}"
-    if found.shared > budget["shared"]:
-        yield f"shared memory {budget['shared']} -> {found.shared}"
-    if budget["async_copies"] and not found.async_copies:
+    if resources.registers > MORE_REGISTERS * budget["registers"]:
+        yield f"registers {budget['registers']} -> {resources.registers}"
+    if resources.ctas < budget["ctas"]:
+        yield f"CTAs/SM {budget['ctas']} -> {resources.ctas}"
+    if resources.shared > budget["shared"]:
+        yield f"shared memory {budget['shared']} -> {resources.shared}"
+    if budget["async_copies"] and not resources.async_copies:
         yield f"asynchronous copies {budget['async_copies']} -> 0: loads are no longer pipelined"
     before = Resources.of(budget)
-    if found.replication > before.replication:
-        yield f"products computed {before.replication} -> {found.replication} times"
-    yield from worse_loops(found.loops, before.loops)
+    if resources.replication > before.replication:
+        yield f"products computed {before.replication} -> {resources.replication} times"
+    yield from worse_loops(resources.loops, before.loops)
 
 
 def entry(row: Row, result: Resources) -> dict[str, Any]:
@@ -112,8 +112,8 @@ def compare(rows: list[Row], results: dict[str, Resources | str], budget: dict[s
 
 def read_budget(file: Path) -> dict[str, Any]:
     """Read the budget file, or begin one."""
-    found: dict[str, Any] = json.loads(file.read_text()) if file.exists() else {"exceptions": [], "triton": {}}
-    return found
+    budget: dict[str, Any] = json.loads(file.read_text()) if file.exists() else {"exceptions": [], "triton": {}}
+    return budget
 
 
 def dump(budget: dict[str, Any]) -> str:

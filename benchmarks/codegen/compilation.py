@@ -31,7 +31,7 @@ from benchmarks.codegen.amd import AMD, read_amd
 from benchmarks.codegen.checks.loops import tile_of
 from benchmarks.codegen.reader import ARCHITECTURES, Architecture, Resources, read
 
-KNOWN: dict[int | str, Architecture] = dict([*ARCHITECTURES.items(), *AMD.items()])
+GPUS: dict[int | str, Architecture] = dict([*ARCHITECTURES.items(), *AMD.items()])
 Cases = list[tuple[str, Callable[[], object]]]
 
 
@@ -145,8 +145,8 @@ def record(cases: Cases, arch: int | str) -> tuple[list[Row], list[str]]:
         rows[compile["specialization_data"]] = row
         return True
 
-    found = KNOWN[arch]
-    launch.assumed = launch.Device(target_of(arch), found.multiprocessors, found.shared_of_block)
+    gpu = GPUS[arch]
+    launch.assumed = launch.Device(target_of(arch), gpu.multiprocessors, gpu.shared_of_block)
     triton.runtime.driver.set_active(Driver(arch))
     triton.knobs.runtime.jit_cache_hook = hook
     for case, call in cases:

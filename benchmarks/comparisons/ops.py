@@ -60,7 +60,7 @@ def race_functions(
     expected: Sequence[Tensor] | None = None,
     goals: Mapping[tuple[str, Direction], float] | None = None,
     timed: TimedFunctions | None = None,
-    **kept: Any,
+    **fields: Any,
 ) -> None:
     """Compare `functions["ours"]` with `functions[competitor]`, both of the same inputs.
 
@@ -78,7 +78,7 @@ def race_functions(
         expected: output and gradients, where fp64 of the whole would be too much; unset: from `formula`.
         goals: (competitor, direction) -> ratio, of the kernels.
         timed: other functions to time, see `Race.op`; unset: those that are compared.
-        kept: see `Race.op`.
+        fields: see `Race.op`.
     """
     require(competitor, race.device)
     kernels, truth = race.backend == "triton", formula or functions["eager"]
@@ -106,5 +106,5 @@ def race_functions(
         work=work[direction] if kernels else None,
         goal=(goals or {}).get((competitor, direction)) if kernels else None,
         timed=replaced,
-        **kept,
+        **fields,
     )

@@ -82,8 +82,8 @@ class _QuackLayerNorm(torch.autograd.Function):
         w = w.float()
         out, deviation, mean = layernorm_fwd(x, w, b.float(), eps, return_rstd=True, return_mean=True)
         ctx.save_for_backward(x, w, deviation, mean)
-        kept: Tensor = out
-        return kept
+        normalised: Tensor = out
+        return normalised
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:

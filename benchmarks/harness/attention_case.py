@@ -154,8 +154,8 @@ class AttentionCase:
     def leaves(self) -> list[Tensor]:
         """q, k and v, with random numbers at padding too."""
         shape, sizes = (self.batch, self.length, self.heads), (self.head_size, self.head_size, self.channels_of_values)
-        made = [torch.randn(*shape, size, device=self.device).to(self.dtype) for size in sizes]
-        return [x.transpose(1, 2).requires_grad_() for x in made]
+        tensors = [torch.randn(*shape, size, device=self.device).to(self.dtype) for size in sizes]
+        return [x.transpose(1, 2).requires_grad_() for x in tensors]
 
     @cached_property
     def compared_heads(self) -> tuple[Tensor, Tensor]:

@@ -25,7 +25,7 @@ def facts(device: "torch.device") -> dict[str, str]:
     """
     import torch
 
-    found = {
+    machine = {
         "date": datetime.now(UTC).date().isoformat(),
         "commit": commit(),
         "python": platform.python_version(),
@@ -35,17 +35,17 @@ def facts(device: "torch.device") -> dict[str, str]:
     try:
         import triton
 
-        found["triton"] = triton.__version__
+        machine["triton"] = triton.__version__
     except ImportError:
         pass
     if device.type == "cuda":
-        found |= {
+        machine |= {
             "gpu": torch.cuda.get_device_name(device),
             "driver": _first_line("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"),
             "cuda": str(torch.version.cuda),
             "cudnn": str(torch.backends.cudnn.version()),  # type: ignore[no-untyped-call]
         }
-    return found
+    return machine
 
 
 def commit() -> str:

@@ -172,7 +172,7 @@ def _print_launches(name: str, recorder: Recorder | None) -> None:
 
 def _microseconds(*runs: Call) -> list[float]:
     """The least CPU time of each, in turns."""
-    found, numbers = [float("inf")] * len(runs), []
+    least, numbers = [float("inf")] * len(runs), []
     for run in runs:
         run()  # compiles
         begin = time.process_time()
@@ -183,8 +183,8 @@ def _microseconds(*runs: Call) -> list[float]:
             begin = time.process_time()
             for _ in range(numbers[i]):
                 run()
-            found[i] = min(found[i], (time.process_time() - begin) / numbers[i] * 1e6)
-    return found
+            least[i] = min(least[i], (time.process_time() - begin) / numbers[i] * 1e6)
+    return least
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from benchmarks.codegen.compilation import KNOWN, Driver, target_of
+from benchmarks.codegen.compilation import GPUS, Driver, target_of
 from benchmarks.codegen.reader import ARCHITECTURES
 from fastformer.host.cuda_graphs import Recorded, Step
 
@@ -88,7 +88,7 @@ def stand_in(driver: NullDriver) -> None:
         raise RuntimeError("TRITON_INTERPRET must be off: the interpreter goes past drivers, and computes")
     active.set_active(driver)
     choice._INTERPRETED = True  # CPU tensors are taken, as the interpreter's are
-    gpu = KNOWN[driver.arch]
+    gpu = GPUS[driver.arch]
     launch.assumed = launch.Device(target_of(driver.arch), gpu.multiprocessors, gpu.shared_of_block)
 
 

@@ -210,10 +210,10 @@ def write(results: Sequence[CommittedResult]) -> list[Path]:
 
 
 def _records(path: Path) -> list[Path]:
-    found = sorted(path.rglob(RECORDS)) if path.is_dir() else [path]
-    if not found:
+    records = sorted(path.rglob(RECORDS)) if path.is_dir() else [path]
+    if not records:
         raise ValueError(f"{path}: no {RECORDS} there")
-    return found
+    return records
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

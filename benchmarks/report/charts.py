@@ -31,8 +31,8 @@ def digest_of(path: Path) -> str | None:
     from PIL import Image
 
     with Image.open(path) as picture:
-        found = picture.info.get(_DIGEST)
-    return None if found is None else str(found)
+        text = picture.info.get(_DIGEST)
+    return None if text is None else str(text)
 
 
 def geometric_mean(ratios: Sequence[float]) -> float:

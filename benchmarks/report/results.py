@@ -94,9 +94,9 @@ class Run(BaseModel):
 
 
 def _of_this_format(head: Any) -> dict[str, Any]:
-    found = head.get("format") if isinstance(head, dict) else None
-    if found != FORMAT:
-        raise ValueError(f"has format {found}, this version reads format {FORMAT}: measure again")
+    version = head.get("format") if isinstance(head, dict) else None
+    if version != FORMAT:
+        raise ValueError(f"has format {version}, this version reads format {FORMAT}: measure again")
     return dict(head)
 
 

@@ -62,12 +62,12 @@ def neighbours(chosen: Mapping[str, int], axes: Sequence[Axis]) -> list[Config]:
         moves += [{block: steps[block][i], "num_warps": steps["num_warps"][i]} for block in blocks for i in (0, 1)]
     for one in blocks:
         moves += [{one: steps[one][1], other: steps[other][0]} for other in blocks if other != one]
-    found: list[Config] = []
+    configs: list[Config] = []
     for move in moves:
         config = {**chosen, **move}
-        if all(chosen[name] != value for name, value in move.items()) and config not in found:
-            found.append(config)
-    return found
+        if all(chosen[name] != value for name, value in move.items()) and config not in configs:
+            configs.append(config)
+    return configs
 
 
 @dataclass(frozen=True)
@@ -175,8 +175,8 @@ def _attention_cases(B: int, H: int, L: int, K: int, dtype: torch.dtype = torch.
         inputs = (dout, q, k, v, out, lse, None, None, wants_q, wants_keys)
 
         def call(fast: int = fast) -> list[Tensor]:
-            found = attention_backward.backward(*inputs, bool(fast), *arguments)
-            return [x for x in found if x.numel()]
+            gradients = attention_backward.backward(*inputs, bool(fast), *arguments)
+            return [x for x in gradients if x.numel()]
 
         return call
 

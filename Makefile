@@ -50,14 +50,10 @@ codegen:  ## compile every launch configuration anew, whatever is recorded, and 
 	$(PYTHON) -m benchmarks.codegen --fresh --jobs $(JOBS) | tail -n 60
 	$(PYTHON) -m benchmarks.codegen --fresh --arch gfx942 --jobs $(JOBS) | tail -n 60
 
-# A third of that; with an unknown fingerprint a row of any other GPU is compiled, too. Of desktop GPUs attention, forward
-# and backward, and all of head size 256.
+# A sixth of that; with an unknown fingerprint a row of any other GPU is compiled, too.
 codegen-part:  ## compile all of sm_90 anew, and what has changed of the others, as CI does
 	$(PYTHON) -m benchmarks.codegen --fresh --arch 90 --jobs $(JOBS) | tail -n 60
 	$(PYTHON) -m benchmarks.codegen --jobs $(JOBS) | tail -n 60
-	$(PYTHON) -m benchmarks.codegen --arch 86 120 --only "K 256" --jobs $(JOBS) | tail -n 60
-	$(PYTHON) -m benchmarks.codegen --arch 86 120 --only "attention/backward" --jobs $(JOBS) | tail -n 60
-	$(PYTHON) -m benchmarks.codegen --arch 86 120 --only "attention/forward" --jobs $(JOBS) | tail -n 60
 
 # 2,037 tests for sm_90 in 29 minutes of a core, those of sm_80 in as many, where Triton has compiled nothing before.
 compiled:  ## every test of kernels on compiled code, for sm_80, sm_89 and sm_90, executed on the CPU

@@ -1,6 +1,6 @@
 """What the kernels compile to, without a GPU: registers, spills, shared memory, tensor core instructions.
 
-python -m benchmarks.codegen                                 # all cases on sm_80, sm_90, sm_100; a table; exit 1 if bad
+python -m benchmarks.codegen                                 # all cases on all NVIDIA GPUs; a table; exit 1 if bad
 python -m benchmarks.codegen --arch 90 --only attention      # some of them
 python -m benchmarks.codegen --update                        # write what was found to budget.json
 python -m benchmarks.codegen --fresh                         # believe no record: compile all (`make codegen`)
@@ -21,9 +21,9 @@ from typing import Any, NoReturn
 
 from benchmarks.codegen.budget import BUDGET, broken_limits, compare, dump, entry, judge, read_budget, recorded
 from benchmarks.codegen.compilation import GPUS, Row, compile_all, find_cases, fingerprint, record, target_of
-from benchmarks.codegen.reader import Resources
+from benchmarks.codegen.reader import ARCHITECTURES, Resources
 
-DEFAULT = (80, 90, 100)
+DEFAULT = tuple(ARCHITECTURES)
 HEADER = (
     *("kernel", "case", "arch", "regs", "stack", "shared", "CTAs/SM"),
     *("wgmma", "serialised", "async", "times", "loops", "options"),

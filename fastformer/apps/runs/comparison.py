@@ -34,9 +34,11 @@ class RunSummary:
         settings: all of config.toml, as "section.key".
         records: records of metrics.jsonl.
         parameters: number of the model's parameters, tied ones counted once.
-        steps, seconds: of training so far, validations included.
+        steps: number of steps so far.
+        seconds: of training so far, validations included.
         clock: the clock of the seconds: "wall", or "cpu", the processor's time of all threads.
-        best_step, best: step and all values of the best validation by the run's own metric.
+        best_step: step of the best validation by the run's own metric.
+        best: all values of that validation.
         bleu_signature: sacrebleu's signature of the BLEU in that validation.
         text: checksums of the encoded training text and of the validation text, if the folder holds them.
     """

@@ -37,11 +37,11 @@ logger = logging.getLogger("fastformer")
 class Scores:
     """BLEU, chrF and TER from 0 to 100 (TER: above, too, and lower is better), each with its signature.
 
+    Scores with equal signatures of sacrebleu can be compared.
+
     Attributes:
-        bleu, chrf, ter: the scores.
         exact: share of sentences that equal a reference, 0 to 1.
-        sentences: their number.
-        bleu_signature, chrf_signature, ter_signature: sacrebleu's; scores with equal signatures can be compared.
+        sentences: number of sentences.
         intervals: half of the 95 % interval of "bleu", "chrf" and "ter", with bootstrap resampling.
     """
 

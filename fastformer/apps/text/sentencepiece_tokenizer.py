@@ -1,7 +1,7 @@
 """`SentencePieceTokenizer`, and its training in memory on exactly the given lines.
 
-So validation text cannot be included through a folder or a concatenated file. Nothing is sampled and the number of
-threads is an argument, so the same lines give the same model.
+So validation text cannot be included through a folder or a concatenated file. Training reads every line, and the number
+of threads is an argument, so the same lines give the same model.
 """
 
 import io

@@ -8,6 +8,7 @@ from torch import Tensor
 import fastformer
 from fastformer import functional
 from fastformer.backend import allow_nondeterminism
+from tests.functional.test_sdpa import SKIPPED
 from tests.gpu.gpu_cases import CASES, B, H, K, T
 from tests.support.closeness import assert_close, gradients
 from tests.support.fused_op import DEVICE, assert_as_accurate_as_reference
@@ -101,3 +102,15 @@ def test_dropout_keeps_its_rate(p):
     deviation = (p / (1 - p) / T) ** 0.5  # of a row: the mean of T values, 1 / (1 - p) or 0
     assert abs(kept.mean().item() - 1) < 5 * deviation / kept.numel() ** 0.5
     assert kept.std().item() == pytest.approx(deviation, rel=0.05)
+
+
+@pytest.mark.parametrize("name", SKIPPED)
+def test_sdpa_skips_what_a_mask_hides(name):
+    mask = SKIPPED[name].to(DEVICE)
+    qkv = [torch.randn(3, 2, 260, 64, device=DEVICE, dtype=torch.bfloat16, requires_grad=True) for _ in range(3)]
+    out, expected = (attention(*qkv, mask) for attention in (fastformer.sdpa, F.scaled_dot_product_attention))
+    direction = torch.randn_like(out)
+    assert_close(out, expected, roundings=4)
+    found = (torch.autograd.grad(x, qkv, direction) for x in (out, expected))
+    for a, b in zip(*found, strict=True):
+        assert_close(a, b, roundings=8)

@@ -1,11 +1,10 @@
 """Translation: the model, cached greedy and beam search, the translator, and training runs."""
 
 from fastformer.apps.runs.application import complete_run
-from fastformer.apps.translation.model import TranslationConfig, TranslationModel, translation_loss
+from fastformer.apps.translation.model import TranslationConfig, TranslationModel, corpus_loss, translation_loss
 from fastformer.apps.translation.run import (
     DataConfig,
     TranslationRun,
-    corpus_loss,
     evaluate,
     load_translator,
     read_corpora,

@@ -28,7 +28,8 @@ from fastformer.apps.models.initialisation import initialise
 from fastformer.apps.models.settings import ModelSettings
 from fastformer.apps.models.sizes import LARGEST, MOST_LAYERS
 from fastformer.apps.settings import inherited, setting
-from fastformer.apps.text import Batch
+from fastformer.apps.text import Batch, Batches, EncodedPairs
+from fastformer.host.devices import device_of
 from fastformer.nn.layers import TransformerDecoderLayer, TransformerEncoderLayer
 from fastformer.nn.stacks import TransformerDecoder, TransformerEncoder
 from fastformer.packing import Layout, unpack
@@ -208,3 +209,15 @@ def translation_loss(model: TranslationModel, batch: Batch, label_smoothing: flo
     source, target = layouts_of(batch, "source_lengths", "target_lengths")
     hidden = model(batch.source, source, batch.target_in, target)
     return summed_cross_entropy(model.output, hidden, batch.target_out, target, label_smoothing)
+
+
+@torch.no_grad()
+def corpus_loss(model: TranslationModel, pairs: EncodedPairs, tokens: int = 4096) -> float:
+    """Compute the mean cross entropy per target token, eos included, in nats; call `.eval()` first."""
+    device = device_of(model)
+    longest = int(max(pairs.source.lengths.max(), pairs.target.lengths.max())) + 1
+    total, count = 0.0, 0
+    for batch in Batches(pairs, tokens=max(tokens, longest), shuffle=False).epoch(0):
+        total += float(translation_loss(model, batch.to(device)))
+        count += batch.tokens
+    return total / count

@@ -19,7 +19,6 @@ from fastformer.apps.settings import SET, File, FolderOrName, Given, Settings, s
 from fastformer.apps.text import (
     SPLITTINGS,
     Batches,
-    EncodedPairs,
     ParallelCorpus,
     SampledBatches,
     SpecialIds,
@@ -40,11 +39,10 @@ from fastformer.apps.text.scores import (
 )
 from fastformer.apps.text.vocabulary import learn_tokenizer, split_symbols
 from fastformer.apps.train import TrainConfig, Validation
-from fastformer.apps.translation.model import TranslationConfig, TranslationModel, translation_loss
+from fastformer.apps.translation.model import TranslationConfig, TranslationModel, corpus_loss, translation_loss
 from fastformer.apps.translation.pretrained import ARCHITECTURES, read_pretrained
 from fastformer.apps.translation.search import SearchOptions
 from fastformer.apps.translation.translator import Translator
-from fastformer.host.devices import device_of
 
 _LEARNED = ("bpe", "unigram", "char", "word", "words")
 TOKENIZERS = (*_LEARNED, PRETRAINED)
@@ -223,18 +221,6 @@ APPLICATION = Application(
     architectures=ARCHITECTURES,
     pretrained=read_pretrained,
 )
-
-
-@torch.no_grad()
-def corpus_loss(model: TranslationModel, pairs: EncodedPairs, tokens: int = 4096) -> float:
-    """Compute the mean cross entropy per target token, eos included, in nats; call `.eval()` first."""
-    device = device_of(model)
-    longest = int(max(pairs.source.lengths.max(), pairs.target.lengths.max())) + 1
-    total, count = 0.0, 0
-    for batch in Batches(pairs, tokens=max(tokens, longest), shuffle=False).epoch(0):
-        total += float(translation_loss(model, batch.to(device)))
-        count += batch.tokens
-    return total / count
 
 
 class TranslationRun(Run):

@@ -13,11 +13,11 @@ pytest.importorskip("tomli_w", reason="run folders need the extra `apps`")
 from fastformer.apps.text import ParallelCorpus, write_lines
 from fastformer.apps.text.scores import score_translations
 from fastformer.apps.train import CheckpointError, TrainConfig
+from fastformer.apps.translation.model import corpus_loss
 from fastformer.apps.translation.run import (
     DataConfig,
     TranslationRun,
     build_tokenizers,
-    corpus_loss,
     evaluate,
     load_translator,
     read_corpora,

@@ -1,5 +1,6 @@
 """What padding holds does not matter: NaN and infinity there leave all else bitwise unchanged, forward and backward."""
 
+import itertools
 import math
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -53,14 +54,19 @@ def agree(results: list[list[Tensor]]) -> None:
         assert all(torch.equal(clean, found) for found in dirty)
 
 
-@pytest.mark.parametrize("op", [attention, attention_with_weights])
-@pytest.mark.parametrize("case", CASES)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_attention(case: str, op: Callable[..., Any], fillings: tuple[float, ...], dtype: torch.dtype) -> None:
-    if dtype != torch.float32 and len(fillings) == 2:
-        pytest.skip("the interpreter gets matrix products of bf16 wrong")
-    if op is attention_with_weights and len(fillings) == 2 and case not in ("key mask", "both lengths"):
-        pytest.skip("quick enough without the interpreter only")
+# The interpreter is slow, and gets matrix products of bf16 wrong.
+CALLS = [
+    *itertools.product(["reference"], [torch.float32, torch.bfloat16], [attention, attention_with_weights], CASES),
+    *(pytest.param("triton", torch.float32, attention, case, marks=needs_kernels) for case in CASES),
+    *(
+        pytest.param("triton", torch.float32, attention_with_weights, case, marks=needs_kernels)
+        for case in ("key mask", "both lengths")
+    ),
+]
+
+
+@pytest.mark.parametrize(("fillings", "dtype", "op", "case"), CALLS, indirect=["fillings"])
+def test_attention(fillings: tuple[float, ...], dtype: torch.dtype, op: Callable[..., Any], case: str) -> None:
     given, real = CASES[case]
     given = {name: x.to(DEVICE) if isinstance(x, Tensor) else x for name, x in given.items()}
     if case == "additive mask":

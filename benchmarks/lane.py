@@ -15,9 +15,12 @@ FASTFORMER_COMMIT names the commit of the files.
 """
 
 import argparse
+import contextlib
 import importlib.util
 import os
 import re
+import signal
+import subprocess
 import sys
 import tempfile
 import time
@@ -25,8 +28,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from benchmarks.harness import environment
-from benchmarks.harness.processes import ROOT, run_command
 
+ROOT = Path(__file__).resolve().parents[1]
 GRACE = 5.0  # seconds between interrupting a step and killing it
 TESTS = {
     "gpu-tests": ("gpu/test_*.py", "test_transfers.py"),
@@ -108,7 +111,7 @@ def command_of(step: str, out: Path, dry: bool) -> list[str]:
     """Return the command of a step whose results go into a folder."""
     module, flag = [sys.executable, "-m"], ["--dry-run"] if dry else []
     if step == "profile":
-        return [*module, "benchmarks.profiles", str(out / "profile.txt"), *flag]
+        return [*module, "benchmarks.host", "--profile", str(out / "profile.txt"), *flag]
     if step == "tuning":
         limits = ["--minutes", f"{TUNING_SECONDS / 60:g}", "--out", str(out / "tuning.jsonl")]
         return [*module, "benchmarks.tuning", *limits, *flag]
@@ -144,6 +147,37 @@ def _pytest_counts(log: Path, begin: int) -> str:
         text = file.read().decode(errors="replace")
     lines = [line for line in text.splitlines() if re.search(r"\d+ (?:failed|errors?|passed|skipped)\b.* in ", line)]
     return lines[-1].strip("= ") if lines else ""
+
+
+def run_command(command: Sequence[str], seconds: float, log: Path, grace: float = 5.0, **environment: str) -> str:
+    """Run a command and append its output to a log.
+
+    After `seconds` the command is interrupted (SIGINT), so that it can write its results. After `grace` more seconds it
+    is killed. Processes that it started are killed with it. Interpreters find the packages of this checkout.
+
+    Returns:
+        "done", "failed, exit code N" or "cut after N s".
+    """
+    paths = [str(ROOT), str(ROOT / "kernels"), *filter(None, [os.environ.get("PYTHONPATH")])]
+    variables = {"OMP_WAIT_POLICY": "PASSIVE", **os.environ, "PYTHONPATH": os.pathsep.join(paths)} | environment
+    with log.open("ab") as file:
+        file.write(f"\n===== {seconds:.0f} s at most: {' '.join(command)}\n".encode())
+        file.flush()
+        process = subprocess.Popen(
+            command, env=variables, stdin=subprocess.DEVNULL, stdout=file, stderr=file, start_new_session=True
+        )
+    try:
+        code = process.wait(seconds)
+        return f"failed, exit code {code}" if code else "done"
+    except subprocess.TimeoutExpired:
+        process.send_signal(signal.SIGINT)
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(grace)
+        return f"cut after {seconds:.0f} s"
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
 
 
 def run_steps(steps: dict[str, float], seconds: float, out: Path, dry: bool) -> bool:

@@ -31,7 +31,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.harness import environment
-from benchmarks.harness.processes import run_command
+from benchmarks.lane import run_command
 
 GRACE = 25.0  # seconds from the interruption of a training to its end
 MARGIN = 25.0  # seconds of a seed beside the budget of its recipe: start, data, evaluation

@@ -17,9 +17,8 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
-from benchmarks.harness.record import Row
+from benchmarks.harness.record import CommittedResult, Row, condense
 from benchmarks.report import BEGIN, END, charts
-from benchmarks.report.results import CommittedResult, condense
 
 ROOT = Path(__file__).resolve().parents[2]
 RESULTS = ROOT / "benchmarks" / "results"

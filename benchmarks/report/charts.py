@@ -7,8 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.harness.record import Row
-from benchmarks.report.results import CommittedResult
+from benchmarks.harness.record import CommittedResult, Row
 from fastformer.apps.plots import figure as frames
 
 PREFIX = "benchmarks-"

@@ -6,7 +6,7 @@ import sys
 import pytest
 
 from benchmarks import lane
-from benchmarks.harness.processes import ROOT, run_command
+from benchmarks.lane import ROOT, run_command
 from tests.support.processes import ends
 
 SLEEP = "import time; time.sleep(60)"

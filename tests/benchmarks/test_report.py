@@ -10,10 +10,9 @@ import torch
 
 from benchmarks.harness import environment
 from benchmarks.harness.environment import DIRTY
-from benchmarks.harness.record import FORMAT, Record, Row
+from benchmarks.harness.record import FORMAT, CommittedResult, Record, Row, Run, condense, merge
 from benchmarks.report import BEGIN, END, charts
 from benchmarks.report import __main__ as report
-from benchmarks.report.results import CommittedResult, Run, condense, merge
 from tests.benchmarks.races import pytest_benchmarks
 
 MACHINE = {

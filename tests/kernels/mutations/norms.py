@@ -219,7 +219,7 @@ def faults() -> Iterator[Fault]:
         wide,
         "dropout, add, RMS norm: long rows without their weight in backward",
         "rms_norm.backward(dy, s, weight, rstd, dnorm_dtype, dw)",
-        "rms_norm.backward(dy, s, None, rstd, wanted, dw)",
+        "rms_norm.backward(dy, s, None, rstd, dnorm_dtype, dw)",
     )
     yield at(
         f"{OPS}/norms/op",

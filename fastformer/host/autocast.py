@@ -18,11 +18,9 @@ from fastformer.host.devices import copies
 
 @contextmanager
 def cast_together(parameters: Sequence[Tensor], dtype: torch.dtype | None) -> Iterator[None]:
-    """Cast parameters once for a forward pass in this thread, whose backward casts their gradients once.
+    """Cast fp32 parameters once for a forward pass in this thread, whose backward casts their gradients once.
 
-    Args:
-        parameters: fp32, without repetitions; autocast itself casts those without `requires_grad`.
-        dtype: autocast's dtype; None: nothing is cast.
+    Autocast itself casts those without `requires_grad`. dtype: autocast's; None: nothing is cast.
     """
     trainable = [p for p in parameters if p.requires_grad] if dtype is not None and torch.is_grad_enabled() else []
     if not trainable:

@@ -42,13 +42,9 @@ def capture_or_warn(recorder: Recorder, step: Step, what: str) -> Recorded | Non
 def capture(step: Step, index: int, pool: Any = None) -> tuple[torch.cuda.CUDAGraph, Any]:
     """Return the graph of a step and its output, captured on the current stream, which must not be the default one.
 
-    If that fails, the step's error is raised; random numbers can be drawn and memory allocated as before. But graphs
-    captured earlier must not run any more: the generator has a new state, and these graphs still use the old one.
-
-    Args:
-        step: has run on this stream, so that kernels are compiled and libraries have allocated.
-        index: of the current device.
-        pool: of an earlier graph, whose memory may be reused; None: a new one.
+    The step has run on this stream before. If the capture fails, the step's error is raised, and random numbers can be
+    drawn and memory allocated as before; but graphs captured earlier must not run any more, because they use the old
+    state of the generator. pool: of an earlier graph, whose memory may be reused.
     """
     graph = torch.cuda.CUDAGraph()
     pool = torch.cuda.graph_pool_handle() if pool is None else pool

@@ -25,13 +25,7 @@ class DeviceError(ValueError, RuntimeError):
 def check_tensors(
     names: tuple[str, ...], first: Tensor, others: Sequence[Tensor] = (), optional: Sequence[Tensor | None] = ()
 ) -> None:
-    """Raise unless all are tensors, and on the device of the first; 0.1 us a tensor.
-
-    Args:
-        names: of all of them, in this order.
-        first: on the device that is required.
-        others: required, too.
-        optional: each a tensor or None.
+    """Raise unless all are tensors (optional: or None), and on the device of the first; 0.1 us a tensor.
 
     Raises:
         DeviceError: one is on another device.
@@ -150,12 +144,8 @@ def device_of(model: Any) -> torch.device:
 def send(device: torch.device | str | None, *tensors: Tensor) -> list[Tensor]:
     """Return the tensors on a device: tensors of a CPU in one transfer, from pinned memory, so that nothing waits.
 
-    The results are views of one buffer; a tensor that is passed twice gives the same view twice. torch's allocator
-    reuses the pinned memory only after the copy, and no other code has a reference to it.
-
-    Args:
-        device: None for the device of the tensors.
-        tensors: of any shapes and dtypes, without a gradient; returned unchanged if they are on the device.
+    The results are views of one buffer; a tensor that is passed twice gives the same view twice. Without a device, and
+    on the device, tensors are returned unchanged. torch's allocator reuses the pinned memory only after the copy.
     """
     target = None if device is None else torch.device(device)
     if target is None or target.type == "cpu" or not all(x.is_cpu for x in tensors):
@@ -192,15 +182,9 @@ def check_range(
     error: type[Exception] = ValueError,
     ignored: int | None = None,
 ) -> None:
-    """Raise unless the int64 tensor holds numbers from 0 to `most` only; of a tensor on the CPU, and else unchecked.
+    """Raise `error` unless an int64 tensor holds numbers from 0 to `most`, or `ignored`; checked on the CPU only.
 
-    Args:
-        name: of the tensor, for the message.
-        x: to check, where that waits for no device.
-        most: the largest number that is allowed.
-        described: follows it in the message.
-        error: to raise.
-        ignored: a number that is allowed, too.
+    `described` follows the largest number in the message.
     """
     if not readable(x):
         return

@@ -7,8 +7,9 @@ import pytest
 import torch
 
 from fastformer.apps.language.model import LanguageConfig, LanguageModel, language_model_loss
-from fastformer.apps.language.sampling import RandomStreams, SamplingOptions, sample
+from fastformer.apps.language.sampling import SamplingOptions, sample
 from fastformer.apps.language.text_generator import TextGenerator
+from fastformer.apps.models.sampling import RandomStreams
 from fastformer.apps.text import (
     EncodedDocuments,
     LanguageBatches,

@@ -1,12 +1,11 @@
-"""How fast and how small, against what one would use instead; `pytest benchmarks --benchmark-only` prints it.
+"""Speed and memory of fastformer against competitors: `pytest benchmarks --benchmark-only`.
 
-`bench_*` hold the cases: a file an op, a model or a question. They stand on `competitors`, `comparisons` and `harness`
-(clock, floors of the machine, a race behind a check of the results, records). `codegen` counts what kernels compile to;
-`report`, `tuning`, `host`, `recipes` and `lane` are commands: `python -m benchmarks.report`. A package imports only
-from packages before it in this order.
+`bench_*` hold the cases, one file an op, a model or a question. `harness` times and records. `competitors` are the
+other sides, `comparisons` is code that cases share. Commands: `codegen` compiles the kernels and counts instructions, `host`
+times calls without a GPU, `tuning` times tiles, `recipes` trains, `lane` runs everything that waits for a GPU, `report`
+writes tables and charts.
 
-On a GPU everything runs on one stream that is not the default one, so that a backward alone can be captured too, and
-four flushes of the L2 cache before each call give the host time to queue it (not measured on a GPU). Where padding
-stands on the right, SDPA is timed with `is_causal` alone as well, which is right at all real positions, because it is
-the strongest baseline.
+On a GPU everything runs on one stream that is not the default one, so that a backward alone can be captured, and four
+flushes of the L2 cache before each call give the host time to queue it (not measured on a GPU). With padding on the
+right, SDPA is also timed with `is_causal` alone, which is right at all real positions: it is the strongest baseline.
 """

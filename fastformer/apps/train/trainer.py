@@ -141,8 +141,8 @@ class Trainer:
             progress.line(f"training begins: {self.config.end}; {saves}")
             reason = self._train()
             self._finish(reason)
-            at, kept = self._at, self.checkpoints
-            values = self._state.metrics, kept.best_value(), kept.best(), self._interrupt.signal
+            at, checkpoints = self._at, self.checkpoints
+            values = self._state.metrics, checkpoints.best_value(), checkpoints.best(), self._interrupt.signal
             return Result(reason, at.step, at.epoch, at.tokens, at.seconds, *values)
 
     def _lock(self, stack: ExitStack) -> None:

@@ -8,6 +8,7 @@ import os
 # Before torch starts OpenMP: spinning threads would burn CPU time that is then counted.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
+import math
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -23,13 +24,16 @@ from benchmarks.harness.race import Race
 from benchmarks.harness.record import Record, Row
 
 HERE = Path(__file__).parent
+_CPU_SECONDS = 6.0  # of the rounds of a case on a CPU, unless --full
 _RECORD = pytest.StashKey[Record]()
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     group = parser.getgroup("fastformer")
     group.addoption("--enforce-goals", action="store_true", help="fail if a ratio is below its goal")
-    group.addoption("--full", action="store_true", help="full sizes on a CPU too, where they take minutes")
+    group.addoption(
+        "--full", action="store_true", help="full sizes and all rounds on a CPU too, where they take minutes"
+    )
     group.addoption("--competitor", metavar="NAMES", help="only these: " + ", ".join(known.COMPETITORS))
     group.addoption(
         "--record", metavar="FILE", type=Path, help="write each result there (JSON lines) as it is measured"
@@ -82,7 +86,8 @@ def race(benchmark: Any, stopwatch: Stopwatch, ceilings: Ceilings, record: Recor
     """Compare with a competitor: gates first, then a call."""
     torch.manual_seed(0)
     enforce, tiny = (bool(pytestconfig.getoption(name)) for name in ("--enforce-goals", "--dry-run"))
-    return Race(benchmark, stopwatch, ceilings, record, enforce=enforce, tiny=tiny)
+    seconds = math.inf if pytestconfig.getoption("--full") else _CPU_SECONDS
+    return Race(benchmark, stopwatch, ceilings, record, enforce=enforce, tiny=tiny, seconds=seconds)
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

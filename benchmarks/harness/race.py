@@ -89,10 +89,25 @@ class Race:
     """One case: correctness gates, then times."""
 
     def __init__(
-        self, benchmark: Any, watch: Stopwatch, ceilings: Ceilings, record: Record, *, enforce: bool, tiny: bool
+        self,
+        benchmark: Any,
+        watch: Stopwatch,
+        ceilings: Ceilings,
+        record: Record,
+        *,
+        enforce: bool,
+        tiny: bool,
+        seconds: float = math.inf,
     ) -> None:
-        """See the fixture `race`; `tiny`: run the code once on small shapes, time nothing."""
+        """See the fixture `race`.
+
+        Args:
+            enforce: fail if a ratio is below its goal.
+            tiny: run the code once on small shapes, time nothing.
+            seconds: of the rounds of a case on a CPU; there are fewer rounds than asked for if they take longer.
+        """
         self.benchmark, self.watch, self.ceilings, self.record = benchmark, watch, ceilings, record
+        self.seconds = seconds
         self.enforce, self.tiny = enforce, tiny
         self.device = watch.device
         self.gates: dict[str, float] = {}
@@ -260,7 +275,14 @@ class Race:
         def time_ours() -> None:
             times["ours"].append(watch(ours.run, calls) / calls)
 
-        self.benchmark.pedantic(time_ours, setup=time_theirs, rounds=rounds, iterations=1)
+        if not watch.on_gpu and self.seconds < math.inf:
+            time_theirs()
+            time_ours()
+            round_seconds = calls * sum(map(sum, times.values()))
+            rounds = min(rounds - 1, int(self.seconds / max(round_seconds, 1e-9)) - 1)
+        if rounds > 0:
+            self.benchmark.pedantic(time_ours, setup=time_theirs, rounds=rounds, iterations=1)
+        rounds = len(times["ours"])
         a = statistics.median(times["ours"])
         fields |= {"ours": a, "rounds": rounds, "tokens": (ours.tokens, theirs.tokens)}
         if self.fault is None:

@@ -254,3 +254,13 @@ def test_the_clock_on_the_wall_has_fewer_of_long_calls(seconds, calls, race, mon
     race.watch.on_gpu = True
     assert race.watch.wall(run) == pytest.approx(seconds)
     assert clock[0] == pytest.approx(calls * seconds)
+
+
+@pytest.mark.parametrize(("seconds", "rounds"), [(1000.0, 9), (5.0, 2), (0.1, 1)])
+def test_long_cases_have_fewer_rounds_on_a_cpu(seconds, rounds, race, monkeypatch):
+    """Each side takes one second a call."""
+    monkeypatch.setattr(type(race.watch), "__call__", lambda self, run, calls=1: 1.0 * calls)
+    race.seconds = seconds
+    race.gate("result", X, X, 0.0)
+    race("a case", Contender("fastformer", lambda: None), Contender("other", lambda: None), rounds=9)
+    assert race.record.rows[0].rounds == rounds

@@ -3,7 +3,7 @@
 The lengths stay on the CPU, so that computing a layout does not wait for a device.
 """
 
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from typing import ClassVar, NamedTuple, Self
 
 import torch
@@ -48,7 +48,8 @@ class SequenceBatch:
         It is not a field, so that `dataclasses.replace` drops it with the old lengths. The call never waits for the
         device, whatever the value of `non_blocking`.
         """
-        names = [field.name for field in fields(self) if field.name not in {side.lengths for side in self.SIDES}]
+        lengths = {side.lengths for side in self.SIDES}
+        names = [name for name, value in vars(self).items() if isinstance(value, Tensor) and name not in lengths]
         layouts = self.layouts
         if not layouts and torch.device(device).type != "cpu":
             layouts = tuple(map(Layout.from_lengths, self._lengths()))

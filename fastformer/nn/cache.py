@@ -229,8 +229,10 @@ class KVCache:
     def crop(self, lengths: Tensor | int) -> None:
         """Keep only the first tokens of each row: `lengths` of them, int64 `[R]`, or one number for all rows."""
         if isinstance(lengths, int):
-            lengths = torch.full((self.rows,), lengths, device="cpu")
-        new_lengths, read = lengths_of("lengths", lengths), self.lengths.cpu()
+            new_lengths = torch.full((self.rows,), lengths, device="cpu")
+        else:
+            new_lengths = lengths_of("lengths", lengths)
+        read = self.lengths.cpu()
         if new_lengths.shape != read.shape or bool(((new_lengths > read) | (new_lengths < 0)).any()):
             raise ValueError(f"lengths must be from 0 to {read.tolist()}, of each row, not {new_lengths.tolist()}")
         if bool((new_lengths < read).any()):

@@ -16,8 +16,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from benchmarks.comparisons.ops import Function, race_functions, with_cpu
 from benchmarks.competitors.kernel_packages import liger_loss, quack_loss
+from benchmarks.competitors.ops import Function, race_functions, with_cpu
 from benchmarks.harness.clock import Work
 from benchmarks.harness.race import Direction, Race
 from fastformer import functional

@@ -18,8 +18,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from benchmarks.comparisons.ops import race_functions, with_cpu
 from benchmarks.competitors.kernel_packages import liger
+from benchmarks.competitors.ops import race_functions, with_cpu
 from benchmarks.harness.clock import Work
 from benchmarks.harness.race import Direction, Race
 from fastformer import functional

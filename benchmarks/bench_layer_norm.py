@@ -8,8 +8,8 @@ import pytest
 import torch.nn.functional as F
 from torch import Tensor
 
-from benchmarks.comparisons.ops import Function, leaves, race_functions
 from benchmarks.competitors.kernel_packages import liger, quack_layer_norm, quack_rms_norm
+from benchmarks.competitors.ops import Function, leaves, race_functions
 from benchmarks.harness.clock import Work
 from benchmarks.harness.race import DIRECTIONS, Direction, Race
 from fastformer import functional

@@ -18,8 +18,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import fastformer
-from benchmarks.comparisons.ops import FP32_TOLERANCE, fp64_results
 from benchmarks.competitors.known import require
+from benchmarks.competitors.ops import FP32_TOLERANCE, fp64_results
 from benchmarks.harness.attention_case import AttentionCase, AttentionShape, attention_case, case_name
 from benchmarks.harness.clock import Work
 from benchmarks.harness.race import DIRECTIONS, Direction, Op, Race

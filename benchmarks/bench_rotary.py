@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from benchmarks.comparisons.ops import leaves, race_functions, with_cpu
+from benchmarks.competitors.ops import leaves, race_functions, with_cpu
 from benchmarks.harness.clock import Work
 from benchmarks.harness.race import Direction, Race
 from fastformer import functional

@@ -11,7 +11,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from benchmarks.comparisons.training import race_training
+from benchmarks.competitors.training import race_training
 from benchmarks.harness.lengths import SPECIAL, VOCABULARY, random_pairs, random_sequences
 from benchmarks.harness.race import Race
 from fastformer.apps.text import EncodedPairs

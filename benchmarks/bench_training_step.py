@@ -16,8 +16,8 @@ from typing import Literal
 import pytest
 import torch
 
-from benchmarks.comparisons.training import race_graphs, race_training
 from benchmarks.competitors.known import require
+from benchmarks.competitors.training import race_graphs, race_training
 from benchmarks.harness.lengths import VOCABULARY, first_pairs, random_pairs, typical_pairs
 from benchmarks.harness.race import Race
 from fastformer.apps.translation.model import TranslationConfig

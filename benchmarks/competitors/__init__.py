@@ -1,1 +1,1 @@
-"""What people would use instead of fastformer, each behind the arguments that ours take."""
+"""The competitors of fastformer behind common arguments, and comparisons with them that cases share."""

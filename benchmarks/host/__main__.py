@@ -23,11 +23,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import fastformer
-from benchmarks.comparisons.training import training_step
+from benchmarks.competitors.training import training_step
 from benchmarks.competitors.tutorials import TorchTranslation
 from benchmarks.harness.clock import Call
 from benchmarks.harness.lengths import VOCABULARY, random_pairs, typical_batch
-from benchmarks.host import launches, null_driver
+from benchmarks.host import null_driver
 from fastformer import functional
 from fastformer.apps.text import Batch, collate
 from fastformer.apps.train import Processes, TrainConfig
@@ -170,7 +170,7 @@ def _print_launches(name: str, recorder: Recorder | None) -> None:
     model = TranslationModel(TranslationConfig(VOCABULARY, VOCABULARY))
     step = _trainer_step(model, collate(random_pairs(2)), recorder, "bf16")
     step()
-    ours, aten = launches.count(step)
+    ours, aten = null_driver.count(step)
     most = ", ".join(f"{number} {op}" for op, number in aten.most_common(8))
     print(f"{name:<36} {ours + aten.total():>8}: {ours} ours, {aten.total()} of ATen ({most})", flush=True)
 

@@ -14,8 +14,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from benchmarks import bench_cross_entropy, bench_feed_forward
 from benchmarks.bench_feed_forward import FeedForwardShape
-from benchmarks.comparisons import training
-from benchmarks.competitors import kernel_packages, known
+from benchmarks.competitors import kernel_packages, known, training
 from benchmarks.competitors.tutorials import TorchTranslation
 from benchmarks.harness import clock
 from benchmarks.harness.clock import Stopwatch

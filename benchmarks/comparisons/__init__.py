@@ -1,1 +1,0 @@
-"""Whole comparisons that several benchmarks share: of two functions, of training steps."""

@@ -24,7 +24,7 @@ from benchmarks.harness.race import Race
 from benchmarks.harness.record import Record, Row
 
 HERE = Path(__file__).parent
-_CPU_SECONDS = 6.0  # of the rounds of a case on a CPU, unless --full
+_CPU_SECONDS, _QUICK_SECONDS = 6.0, 2.0  # of the rounds of a case on a CPU, unless --full
 _RECORD = pytest.StashKey[Record]()
 
 
@@ -82,11 +82,14 @@ def record(stopwatch: Stopwatch, ceilings: Ceilings, pytestconfig: pytest.Config
 
 
 @pytest.fixture
-def race(benchmark: Any, stopwatch: Stopwatch, ceilings: Ceilings, record: Record, pytestconfig: pytest.Config) -> Race:
+def race(
+    request: pytest.FixtureRequest, benchmark: Any, stopwatch: Stopwatch, ceilings: Ceilings, record: Record
+) -> Race:
     """Compare with a competitor: gates first, then a call."""
     torch.manual_seed(0)
-    enforce, tiny = (bool(pytestconfig.getoption(name)) for name in ("--enforce-goals", "--dry-run"))
-    seconds = math.inf if pytestconfig.getoption("--full") else _CPU_SECONDS
+    enforce, tiny = (bool(request.config.getoption(name)) for name in ("--enforce-goals", "--dry-run"))
+    seconds = _QUICK_SECONDS if "quick" in request.node.name else _CPU_SECONDS
+    seconds = math.inf if request.config.getoption("--full") else seconds
     return Race(benchmark, stopwatch, ceilings, record, enforce=enforce, tiny=tiny, seconds=seconds)
 
 

@@ -233,7 +233,7 @@ ROWS: dict[str, list[tuple[str, str, str]]] = {
     ],
     "apps/train/checkpoint_folder": [
         ("            synchronise(self.folder)\n            self", "            self", ON_DISK),
-        ("numbered[-self.keep :]", "numbered", CHECKPOINTS + "test_the_last_k_and_the_best_are_kept"),
+        ("numbered[-self.keep :]", "numbered", CHECKPOINTS + "test_the_last_k_checkpoints_and_the_best_stay"),
         ("path.name not in named and ", "", KILLED),
         ("            target.mkdir()\n", "            target.mkdir()\n"
          '            self._write_index([*index["kept"], target.name], index["best"], index["average"])\n', KILLED),

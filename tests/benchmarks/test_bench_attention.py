@@ -116,7 +116,7 @@ def test_what_dropout_adds_is_its_mean_square():
         (False, rivals.KEY_MASK),
     ],
 )
-def test_sdpa_is_told_the_same_in_each_way(name, way, causal):
+def test_sdpa_gets_the_same_rules_in_each_form(name, way, causal):
     p = attention_case(causal, np.array([5, 2, 7]))
     inputs = p.leaves()
     run = rivals.rival(p, name, way)
@@ -131,7 +131,7 @@ def test_sdpa_is_told_the_same_in_each_way(name, way, causal):
 @pytest.mark.parametrize("causal", [True, False])
 @pytest.mark.parametrize("name", ["flex", "flex-per-batch"])
 @pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
-def test_flex_attention_is_told_the_same(name, causal):
+def test_flex_attention_gets_the_same_rules(name, causal):
     p = attention_case(causal, np.array([5, 2, 7]))
     with torch.no_grad():
         inputs = [x.detach().float() for x in p.leaves()]
@@ -155,7 +155,7 @@ def test_unpadding_and_padding_again_loses_no_position():
         assert_close(a, b)
 
 
-def test_varlen_is_told_of_causality_in_either_signature():
+def test_varlen_gets_causality_in_either_signature():
     def older(q, k, v, cu_seq_q, cu_seq_k, max_q, max_k, is_causal=False, return_aux=None): ...
 
     def later(q, k, v, cu_seq_q, cu_seq_k, max_q, max_k, *, scale=None, window_size=(-1, -1)): ...

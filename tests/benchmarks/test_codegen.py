@@ -34,7 +34,7 @@ def faults(tmp_path_factory) -> subprocess.CompletedProcess[str]:
 
 @needs_triton
 @pytest.mark.slow
-def test_every_fault_is_found_and_nothing_else(faults):
+def test_every_fault_is_reported_and_nothing_else(faults):
     assert faults.returncode == 1, faults.stderr
     found = faults.stdout.split("Broken limits:\n")[1].split("\n\n")[0].splitlines()
     expected = [
@@ -132,7 +132,7 @@ def test_kernels_compile_for_amd(tmp_path):
 
 @needs_triton
 @pytest.mark.slow
-def test_what_changed_is_compiled_again_and_its_faults_are_found(faults, tmp_path):
+def test_changed_kernels_are_compiled_again_and_their_faults_reported(faults, tmp_path):
     """Against the budget of the sound kernels: a helper that spills now, a launcher that asks for too much memory."""
     copy = shutil.copytree(FAULTS / "codegen_faults", tmp_path / "codegen_faults")
     text = (copy / "faults.py").read_text()

@@ -213,7 +213,7 @@ class TestOnCompiledKernels:
         for number in range(waits):
             assert touched_in_flight(without(sass, r"WARPGROUP\.DEPBAR", number))
 
-    def test_a_write_behind_a_product_is_found(self, kernels):
+    def test_a_write_after_a_product_is_reported(self, kernels):
         """Right behind each product that has an operand in registers, something else is put there."""
         products = re.findall(r"HGMMA.* R(\d+), R(\d+), gdesc.*;", kernels[4].sass)
         assert products

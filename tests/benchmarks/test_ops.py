@@ -180,7 +180,7 @@ def test_liger_has_the_ops_by_the_names_and_arguments_that_are_used(op, given):
 
 
 @pytest.mark.parametrize("name", ["liger-cute", "liger-cute-sm90", "quack"])
-def test_kernels_for_hopper_are_not_asked_of_an_older_gpu(name, monkeypatch):
+def test_kernels_for_hopper_are_not_run_on_an_older_gpu(name, monkeypatch):
     missing, device = known.COMPETITORS[name], torch.device("cuda")
     monkeypatch.setattr(known.importlib.util, "find_spec", lambda module: None)
     assert missing(device).endswith("is not installed")

@@ -139,7 +139,7 @@ def test_a_model_of_transformers_whose_attention_has_other_gradients_is_not_time
     assert race.record.rows == []
 
 
-def test_an_export_of_ours_that_fails_is_no_result_of_ctranslate2(monkeypatch, race):
+def test_a_failing_export_is_no_result_of_ctranslate2(monkeypatch, race):
     monkeypatch.setattr(generators, "export_ctranslate2", broken)
     with pytest.raises(RuntimeError, match="no kernel image"):
         decode(race, "ctranslate2")

@@ -96,13 +96,13 @@ def test_a_competitor_with_a_fault_is_reported_not_timed(race, theirs, status):
     assert not row.missed
 
 
-def test_ours_wrong_fails_and_is_not_timed(race):
+def test_a_wrong_result_of_fastformer_fails_and_is_not_timed(race):
     with pytest.raises(pytest.fail.Exception, match=r"wrong, not timed: output differs by 1\.0e-02"):
         compare(race, square, ours=lambda x: 1.01 * x * x)
     assert race.record.rows == []
 
 
-def test_ours_out_of_memory_is_a_row(race):
+def test_fastformer_out_of_memory_is_a_row(race):
     with pytest.raises(pytest.skip.Exception, match="out of memory"):
         compare(race, square, ours=oom)
     (row,) = race.record.rows
@@ -129,7 +129,7 @@ class Stashing(torch.autograd.Function):
 
 
 @pytest.mark.parametrize("op", [torch.exp, Stashing.apply], ids=["saved", "attribute"])
-def test_counting_what_is_kept_keeps_nothing(op):
+def test_counting_saved_tensors_saves_none(op):
     x = X.clone().requires_grad_()
     made = []
 
@@ -168,7 +168,7 @@ def test_a_competitor_that_breaks_while_it_is_timed(race):
     assert race.record.rows[0].status == "out of memory"
 
 
-def test_goals_are_enforced_where_asked_for(race):
+def test_goals_are_enforced_with_the_option(race):
     race.enforce = True
     with pytest.raises(pytest.fail.Exception, match="the goal is"):
         compare(race, square, goal=1e9)

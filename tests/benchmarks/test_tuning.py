@@ -36,7 +36,7 @@ def results(options, call, **settings):
     return list(sweep(**settings).case(case, call, case.chosen(call), case.others(options[0])))
 
 
-def test_neighbours_are_one_step_away_within_the_limits():
+def test_similar_tiles_are_one_step_away_within_the_limits():
     axes = (Axis("BLOCK_T", 16, 64), Axis("num_warps", 1, 8), Axis("num_stages", 1, 3, adds=True), Axis("absent", 1, 2))
     chosen = {"BLOCK_T": 64, "num_warps": 4, "num_stages": 1, "BLOCK_K": 128}
     changes = [{k: v for k, v in config.items() if v != chosen[k]} for config in neighbours(chosen, axes)]
@@ -49,7 +49,7 @@ def test_neighbours_are_one_step_away_within_the_limits():
     ]
 
 
-def test_neighbours_trade_one_block_against_the_other():
+def test_similar_tiles_exchange_one_block_size_for_the_other():
     axes = (Axis("BLOCK_M", 1, 64), Axis("BLOCK_N", 16, 64))
     found = neighbours({"BLOCK_M": 4, "BLOCK_N": 32}, axes)
     assert {"BLOCK_M": 8, "BLOCK_N": 16} in found

@@ -45,7 +45,7 @@ def test_a_copy_arrives_at_its_wait():
         COPY + COPY,
     ],
 )
-def test_nobody_touches_what_a_copy_is_under_way_to(body):
+def test_memory_of_an_unfinished_copy_is_not_accessed(body):
     refused("under way", OWN + body, [X, OUT], threads=64)
 
 
@@ -129,6 +129,6 @@ def test_what_it_does_not_know_it_says(line):
         run(line, [X])
 
 
-def test_a_register_that_nobody_has_written():
+def test_a_register_that_was_not_written():
     with pytest.raises((PtxError, KernelFault), match="%r77"):
         run("add.s32 %r1, %r77, 1;", [X])

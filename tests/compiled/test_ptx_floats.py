@@ -99,7 +99,7 @@ def test_comparisons_and_not_a_number(name, suffix):
     assert found == expected
 
 
-def test_subnormal_numbers_are_flushed_where_asked_for():
+def test_subnormal_numbers_are_flushed_by_ftz_instructions():
     given = [f32(2.0**-100), 1], [f32(2.0**-40), f32(1.0)]
     assert elementwise("mul.ftz.f32 D, A, B;", [32, 32], 32, *given) == [0, 0]
     assert elementwise("mul.f32 D, A, B;", [32, 32], 32, *given) == [512, 1]

@@ -79,7 +79,7 @@ def test_what_is_worse(now, told):
     assert list(worse({"k": now}, {"k": (1.0, 512.0, 1.0)})) == told
 
 
-def test_a_kernel_more_or_less_is_told():
+def test_an_added_or_removed_kernel_is_reported():
     here = {"k": (1.0, 512.0, 1.0)}
     assert list(worse(here, {})) == ["k: not recorded"]
     assert list(worse({}, here)) == ["k: recorded, and not launched"]

@@ -117,7 +117,7 @@ def test_auto_takes_no_kernel_where_none_is_known_to_run(target, run):
 
 
 @pytest.mark.parametrize("target", ["gfx90a", "gfx942", "gfx1100", "gfx1201"])
-def test_amd_gpus_run_kernels_if_asked(target, run):
+def test_amd_gpus_run_kernels_with_backend_triton(target, run):
     assert run(target, attend, backend="triton") == "triton"
     with FakeTensorMode():
         lines = fastformer.explain(torch.empty(2, device="cuda")).splitlines()

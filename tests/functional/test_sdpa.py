@@ -187,7 +187,7 @@ def test_converted_modules_skip_and_come_back(calls):
     assert None not in calls
 
 
-def test_only_if_asked():
+def test_only_with_the_option():
     model = Block()
     fastformer.convert(model)
     assert type(model.attention) is Attention

@@ -85,7 +85,7 @@ class TestCudaRecorder:
         assert cuda_graphs.recorder(self.device, True).resources is not resources
 
     @pytest.mark.parametrize("keeps", [True, False])
-    def test_memory_is_kept_for_the_next_recorder_where_asked_for(self, monkeypatch, keeps):
+    def test_memory_stays_for_the_next_recorder_with_the_option(self, monkeypatch, keeps):
         FakeCuda(monkeypatch)
         recorder = cuda_graphs.recorder(self.device, keeps)
         recorder.capture(lambda: None)

@@ -67,7 +67,7 @@ CACHES = {
 
 
 @pytest.mark.parametrize("cache", CACHES)
-def test_a_cache_that_cannot_be_kept_apart_raises(cache):
+def test_flattened_batches_with_a_filled_cache_raise(cache):
     model = tiny("llama")
     with pytest.raises(ValueError, match="use_cache=False"):
         model(**collated(), past_key_values=CACHES[cache](model))
@@ -91,7 +91,7 @@ def test_the_sequences_of_mpnet(packed_calls):
 
 
 @pytest.mark.parametrize("name", ["llama", "mpnet"])
-def test_compiled_sequences_are_kept_apart(name):
+def test_compiled_flattened_sequences_do_not_attend_to_one_another(name):
     inputs, model = collated(), fast(name) if name == "mpnet" else tiny(name)
     expected = model(**inputs).logits
     torch._dynamo.reset()

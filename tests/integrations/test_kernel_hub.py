@@ -89,7 +89,7 @@ def test_loads_and_computes(loader, around, variant, tmp_path, monkeypatch):
     run(around + LOADERS[loader] + USE, variant, tmp_path)
 
 
-def test_imports_nothing_of_ours_by_name(variant):
+def test_imports_nothing_of_fastformer_by_name(variant):
     files = sorted(variant.rglob("*.py"))
     assert len(files) > 80
     assert not (variant / "apps").exists()

@@ -328,7 +328,7 @@ def test_offsets_are_of_64_bits():
 
 @pytest.mark.slow
 @needs_triton
-def test_offsets_of_32_bits_are_found():
+def test_offsets_of_32_bits_are_reported():
     found = facts("offset_faults")
     assert len(found) == 15
     for name, broken in found.items():

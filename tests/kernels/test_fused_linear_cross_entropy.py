@@ -323,7 +323,7 @@ def test_the_module(reduction, triton_backend):
         assert_close(a, b)
 
 
-def test_what_it_cannot_take_is_said(triton_backend):
+def test_unsupported_settings_are_refused_by_name(triton_backend):
     x, weight, _ = leaves(2, 3, 4, torch.float64)
     target = torch.zeros(2, dtype=torch.int64, device=DEVICE)
     with pytest.raises(BackendError, match="float64"):

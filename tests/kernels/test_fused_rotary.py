@@ -133,7 +133,7 @@ def test_heads_beyond_the_kernel():
         )
 
 
-def test_x_is_not_kept_for_backward():
+def test_x_is_not_saved_for_backward():
     x = torch.randn(4, 2, 8, device=DEVICE).requires_grad_()
     kept = []
     with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t):

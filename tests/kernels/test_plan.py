@@ -79,7 +79,7 @@ def test_plans_of_sizes_that_never_repeat_do_not_add_up(monkeypatch):
     assert max(kept) == 4
 
 
-def test_tensors_of_a_class_of_somebodys_own_have_no_plan(monkeypatch):
+def test_tensor_subclasses_have_no_plan(monkeypatch):
     """They have no description, and as part of a key they would stay alive."""
     plan = pytest.importorskip("fastformer_kernels.host.plan")
     marked = type("Marked", (torch.Tensor,), {})

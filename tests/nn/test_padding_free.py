@@ -165,7 +165,7 @@ def test_unbatched_input():
 
 @pytest.mark.parametrize("kind", ["TransformerEncoder", "TransformerDecoder", "Transformer"])
 @pytest.mark.parametrize("norm_first", [True, False])
-def test_a_sequence_of_padding_alone_gives_zeros_and_disturbs_nobody(kind, norm_first):
+def test_a_sequence_of_padding_alone_gives_zeros_and_changes_no_other_sequence(kind, norm_first):
     ours, _ = twins(kind, norm_first=norm_first)
     hidden, hidden_source = right([5, 0, 3], T), right([4, 0, 2], S)
     x, memory = random(B, T, D), random(B, S, D)

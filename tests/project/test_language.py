@@ -52,6 +52,18 @@ def test_docstrings_begin_with_a_verb_and_names_say_what_they_hold(path: Path) -
     assert faults(path.read_text(encoding="utf-8")) == []
 
 
+VAGUE_IN_TEST_NAMES = {
+    "ours", "theirs", "nobody", "somebody", "anybody", "somebodys", "stranger", "strangers", "room", "rooms", "house",
+    "told", "asked", "neighbours",
+}  # fmt: skip
+
+
+def test_names_of_tests_are_literal() -> None:
+    for path in sorted((ROOT / "tests").rglob("test_*.py")):
+        for name in re.findall(r"^ *(?:async )?def (test_\w+)", path.read_text(encoding="utf-8"), re.M):
+            assert not VAGUE_IN_TEST_NAMES.intersection(name.split("_")), f"{path.relative_to(ROOT)}: {name}"
+
+
 def test_faults_are_seen() -> None:
     source = 'def f(kept):\n    """What a room holds."""\n    found = kept = 1\n    return found\n'
     assert faults(source) == [

@@ -42,7 +42,7 @@ def test_the_lock_has_the_versions_of_the_constraints() -> None:
     }
 
 
-def test_the_lock_has_all_that_is_asked_for_and_the_build_backend() -> None:
+def test_the_lock_has_every_requirement_and_the_build_backend() -> None:
     lock = pins("requirements.lock")
     assert wanted() | wanted("dev") <= set(lock) | UNLOCKED
     for each in PROJECT["build-system"]["requires"]:

@@ -92,7 +92,7 @@ def test_a_command_without_a_terminal_trains(tmp_path, text, redirected):
 
 
 @pytest.mark.slow
-def test_a_pipe_that_nobody_reads_any_more(tmp_path, text):
+def test_a_pipe_without_a_reader(tmp_path, text):
     words = " ".join(command(tmp_path / "run", text, "--steps", "5", "--log-every", "1", "--validate-every", "1"))
     script = f"{{ {words}; echo $? > {tmp_path / 'code'}; }} 2>&1 | head -n 2"
     subprocess.run(["sh", "-c", script], env=ENVIRONMENT, timeout=600, capture_output=True)
@@ -102,7 +102,7 @@ def test_a_pipe_that_nobody_reads_any_more(tmp_path, text):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
-def test_a_request_to_end_saves_and_is_told_by_the_exit_code(tmp_path, text, number):
+def test_a_signal_saves_and_sets_the_exit_code(tmp_path, text, number):
     run = tmp_path / "run"
     words = command(run, text, "--steps", "1000000", "--log-every", "1", "--validate-every", "1000000")
     before = signal.signal(number, signal.SIG_DFL)  # what nohup ignores, processes under it do
@@ -131,7 +131,7 @@ def test_ctrl_c_shows_no_traceback(monkeypatch):
     assert raised.value.code == 130
 
 
-def test_a_demo_that_is_asked_to_end_ends_once_it_is_saved(tmp_path, monkeypatch):
+def test_an_interrupted_demo_saves_and_ends(tmp_path, monkeypatch):
     ended = Result("interrupted", 1, 1, 1, 1.0, {}, None, None, int(signal.SIGTERM))
     monkeypatch.setattr(TranslationRun, "fit", lambda self: ended)
     with pytest.raises(SystemExit) as raised:

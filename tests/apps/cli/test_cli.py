@@ -211,7 +211,7 @@ def test_a_corrupt_checkpoint_is_named(run: Path) -> None:
         ("1/300", {"OMP_WAIT_POLICY": "ACTIVE"}, {}),
     ],
 )
-def test_threads_spin_where_nobody_else_computes(
+def test_threads_spin_on_an_idle_machine(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, running: str | None, given: dict[str, str], added: dict[str, str]
 ) -> None:
     if running is not None:

@@ -41,7 +41,7 @@ def test_evaluate_prints_perplexity_with_the_counts(folder: Path) -> None:
     assert "(7 predicted, <eos> counted, 1 of them <unk>)" in done.stdout
 
 
-def test_windows_overlap_where_asked_for(folder: Path) -> None:
+def test_windows_overlap_by_the_option(folder: Path) -> None:
     (folder / "long.txt").write_text(" ".join(["the cat sees the bird"] * 9) + "\n")
     command = ("evaluate", "--run", "lm", "--source", "long.txt")
     plain, none, found = (

@@ -54,7 +54,7 @@ def test_each_sentence_gives_one_line(
     assert "2 lines had ends of lines within; they have spaces there" in caplog.text
 
 
-def test_each_sentence_gives_as_many_lines_as_translations_were_asked_for(folder: Path) -> None:
+def test_each_sentence_gives_n_best_lines(folder: Path) -> None:
     """An empty one has a single translation, and of one token there are four: three words and the end."""
     arguments = ("--run", "run", "--beam", "6", "--n-best", "6", "--max-length", "1", "--device", "cpu")
     texts, scored = (

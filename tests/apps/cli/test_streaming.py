@@ -130,7 +130,7 @@ def test_lines_of_a_file_are_read_several_batches_ahead(tmp_path):
         input_batches(None, tmp_path / "lines", tmp_path / "out", "texts", 2)
 
 
-def test_an_interrupted_output_is_kept_beside_the_earlier_one_and_named(tmp_path, caplog):
+def test_an_interrupted_output_stays_beside_the_earlier_one_and_is_named(tmp_path, caplog):
     out = tmp_path / "out"
     out.write_text("earlier\n")
     (tmp_path / "out.partial").write_text("of another run\n")

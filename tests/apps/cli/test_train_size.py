@@ -74,7 +74,7 @@ def test_train_size_of_a_folder_is_saved_and_used(tmp_path: Path) -> None:
         translation.APPLICATION.read_config(tmp_path / "new")
 
 
-def test_a_batch_without_room_for_a_sentence_is_refused_before_a_folder_is_made(tmp_path: Path) -> None:
+def test_a_batch_smaller_than_a_sentence_is_refused_before_a_folder_is_made(tmp_path: Path) -> None:
     data = DataConfig(train_size=50, valid_size=5, test_size=5, vocabulary=60)
     with pytest.raises(ValueError, match="tokens=3 is less than sentence pair"):
         translation.TranslationRun.create(tmp_path / "run", data, SMALL, TrainConfig(steps=1, batch_tokens=3))

@@ -80,7 +80,7 @@ def kept(logits, **options):
     return choose_ids(torch.tensor([logits]).expand(n, -1), SamplingOptions(**options), grid(n)).unique().tolist()
 
 
-def test_ties_go_to_the_lowest_ids_and_no_more_are_kept_than_must_be():
+def test_ties_go_to_the_lowest_ids_and_no_more_remain_than_necessary():
     flat = [0.0] * 8
     for k in range(1, 9):
         assert kept(flat, top_k=k) == list(range(k))

@@ -40,7 +40,7 @@ def check(name, weight, deviation, bound=None):
 
 @pytest.mark.parametrize(("how", "width"), DRAWN)
 @pytest.mark.parametrize("section", ["embedding", "matrices"])
-def test_embeddings_with_an_output_of_their_own_and_matrices_are_drawn_as_asked(section, how, width):
+def test_embeddings_separate_outputs_and_matrices_have_the_stated_initialisation(section, how, width):
     changes = {"initialisation": how, "initialisation_range": width}
     if section == "embedding":
         changes = {"embedding_initialisation": how, "embedding_range": width}

@@ -120,7 +120,7 @@ def test_of_a_text_longer_than_the_context_the_last_tokens_are_read(caplog):
     assert "the last 3 tokens are read" in caplog.text
 
 
-def test_the_figure_has_the_maps_that_were_asked_for():
+def test_the_figure_has_the_chosen_layers_and_heads():
     pytest.importorskip("matplotlib", reason="plots need matplotlib")
     maps = attend_text(words(), "the cat sat")
     for choice, expected, title in (

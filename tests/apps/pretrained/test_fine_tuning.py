@@ -36,7 +36,7 @@ def theirs(folder: Path) -> Any:
     return transformers.MarianTokenizer.from_pretrained(folder, local_files_only=True)
 
 
-def test_ids_and_text_are_theirs(folder: Path, theirs: Any, tmp_path: Path) -> None:
+def test_ids_and_text_are_those_of_marian_tokenizer(folder: Path, theirs: Any, tmp_path: Path) -> None:
     source, target = read_marian(folder)
     lines = [*TEST.source, f"{CODE} forty-two", ">>xx<< one", "☃ snow", "", "  two   three "]
     assert source.encode_batch(lines) == [theirs(line)["input_ids"][:-1] for line in lines]
@@ -88,7 +88,7 @@ def run(folder: Path, tmp_path_factory: Any) -> Path:
 
 
 @pytest.mark.parametrize("beam", [1, 4])
-def test_translations_are_theirs_after_training(run: Path, theirs: Any, beam: int) -> None:
+def test_translations_after_training_are_those_of_generate(run: Path, theirs: Any, beam: int) -> None:
     """The other way round: what was trained here is translated by transformers."""
     ours = load_translator(run)
     expected = generated(to_transformers(ours.model), theirs, beam)
@@ -139,7 +139,7 @@ def test_the_run_goes_on_and_is_evaluated(run: Path) -> None:
         ("--resume", "--resume takes its data and model from the run folder"),
     ],
 )
-def test_what_is_the_folders_is_refused(folder: Path, tmp_path: Path, options: str, message: str) -> None:
+def test_settings_of_the_folders_model_are_refused(folder: Path, tmp_path: Path, options: str, message: str) -> None:
     command = f"train --from {folder} --run {tmp_path}/run {options} --steps 1 --device cpu"
     ended = CliRunner().invoke(app, command.split())
     assert ended.exit_code != 0

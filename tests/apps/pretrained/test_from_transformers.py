@@ -56,7 +56,7 @@ def apart(one: Tensor, other: Tensor) -> float:
 
 @torch.no_grad()
 @pytest.mark.parametrize("name", ALL)
-def test_logits_are_theirs(name: str) -> None:
+def test_logits_are_those_of_transformers(name: str) -> None:
     theirs = build(name)
     ours, expected = from_transformers(theirs), theirs_of(theirs)
     assert expected.std() > 0.2  # else the tolerance would say nothing
@@ -66,7 +66,7 @@ def test_logits_are_theirs(name: str) -> None:
 
 @torch.no_grad()
 @pytest.mark.parametrize("name", EXACT)
-def test_logits_are_theirs_in_fp64(name: str) -> None:
+def test_logits_are_those_of_transformers_in_fp64(name: str) -> None:
     theirs = build(name, torch.float64)
     ours = from_transformers(theirs)
     assert {x.dtype for x in ours.state_dict().values()} == {torch.float64}
@@ -103,7 +103,7 @@ RATES = {
 
 
 @pytest.mark.parametrize("name", RATES)
-def test_dropout_rates_are_theirs(name: str) -> None:
+def test_dropout_rates_are_those_of_transformers(name: str) -> None:
     ours = from_transformers(build(name, **RATES[name]))
     residual = 0.0 if name == "llama" else 0.1
     inner = 0.3 if name == "marian" else 0.0

@@ -66,7 +66,7 @@ def test_there_and_back_is_the_same_model(name: str) -> None:
     ],
     ids=lambda model: type(model).__name__,
 )
-def test_logits_are_ours_in_their_class_and_folder(model: Any, tmp_path: Any) -> None:
+def test_converted_back_logits_are_those_of_fastformer(model: Any, tmp_path: Any) -> None:
     theirs = to_transformers(model)
     assert apart(theirs_of(theirs), ours_of(model)) < FP32
     theirs.save_pretrained(tmp_path / "model")

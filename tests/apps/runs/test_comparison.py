@@ -127,7 +127,7 @@ def test_damage_is_named(tmp_path: Path) -> None:
         compare_runs([folder])
 
 
-def test_runs_whose_bleu_has_different_signatures_are_told_apart(tmp_path: Path) -> None:
+def test_different_bleu_signatures_are_reported(tmp_path: Path) -> None:
     one, two = (
         make_run(tmp_path / name, [record("validation", 2, loss=3.0, bleu=11.0, bleu_signature=f"tok:{name}")])
         for name in ("13a", "zh")

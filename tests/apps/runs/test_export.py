@@ -208,7 +208,7 @@ def test_mistakes_leave_nothing_behind(tmp_path):
     assert [path.name for path in tmp_path.iterdir()] == ["full"]
 
 
-def test_damaged_exports_are_said_to_be(tmp_path):
+def test_damaged_exports_are_refused_by_name(tmp_path):
     with pytest.raises(CheckpointError, match=r"no exported model, there is no config\.json"):
         load_safetensors(tmp_path)
     export_safetensors(tmp_path / "model", language_model(), TOKENIZERS[:1])

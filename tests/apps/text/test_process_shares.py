@@ -17,7 +17,7 @@ from tests.support.translation_task import random_batch, random_model
 
 @settings(max_examples=100, deadline=None)
 @given(st.lists(st.integers(0, 40), max_size=20), st.integers(1, 9))
-def test_every_sequence_has_one_owner_and_no_process_much_more_than_its_part(lengths, world):
+def test_every_sequence_has_one_process_and_shares_are_about_equal(lengths, world):
     rows = [share_of(torch.tensor(lengths, dtype=torch.int64), rank, world) for rank in range(world)]
     assert [i for each in rows for i in range(len(lengths))[each]] == list(range(len(lengths)))
     for each in rows:

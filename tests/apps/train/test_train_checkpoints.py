@@ -74,7 +74,7 @@ def test_overlapping_and_strided_tensors_are_stored_as_they_are(tmp_path):
     assert all(torch.equal(loaded[name], tensor) for name, tensor in weights.items())
 
 
-def test_the_last_k_and_the_best_are_kept(tmp_path):
+def test_the_last_k_checkpoints_and_the_best_stay(tmp_path):
     checkpoints = saved(tmp_path, 1, keep=2)
     checkpoints.mark_best(tmp_path / "step-1", 0.5)
     for step in (2, 3, 10):
@@ -86,7 +86,7 @@ def test_the_last_k_and_the_best_are_kept(tmp_path):
     assert checkpoints.best_value() == 0.4
 
 
-def test_without_an_index_the_folders_are_found(tmp_path):
+def test_without_an_index_the_folders_are_listed(tmp_path):
     checkpoints = saved(tmp_path, 9, 10)
     for damage in ("", "null", "{}", '{"kept": ["../x"], "best": null}'):
         (tmp_path / "index.json").write_text(damage)

@@ -104,7 +104,7 @@ def test_another_batch_in_the_same_memory():
     longest=st.sampled_from([0, 1]),
 )
 @settings(max_examples=200, deadline=None)
-def test_shapes_have_room_and_little_more(lengths, longest):
+def test_shapes_hold_the_batch_and_little_more(lengths, longest):
     batch = random_batch(lengths)
     most = max(n + 1 for pair in lengths for n in pair) if longest else None
     shape = shape_of(batch, most)

@@ -54,7 +54,7 @@ def test_linear_falls_from_the_end_of_the_warmup_to_the_end_of_the_budget():
 
 
 @pytest.mark.parametrize("name", ["linear", "cosine"])
-def test_a_decay_follows_the_budget_and_stays_at_its_floor_after_it(name):
+def test_a_decay_follows_the_budget_and_stays_at_the_lowest_rate_after_it(name):
     schedule = scheduled(name, 1.0, 2, min_lr=0.25)
     rates = [schedule.rate(step, progress) for step, progress in ((1, 0.0), (2, 0.5), (3, 0.75), (4, 1.5))]
     assert rates == pytest.approx([0.5, 1.0, 0.625, 0.25])  # half of the rest of the budget is spent at 0.75

@@ -84,11 +84,11 @@ def heading(result: CommittedResult) -> str:
     parts.append(f"Python {m['python']}")
     said = [f"**{result.name}**, {m['date']}, commit {m['commit'][:8]}: {', '.join(parts)}", result.timer]
     if result.ceilings:
-        rates = sorted(result.ceilings.items())
-        said.append("at most " + ", ".join(f"{key.replace('_', ' ')} {_rate(key, rate)}" for key, rate in rates))
+        rates = [f"{key.replace('_', ' ')} {_rate(key, rate)}" for key, rate in sorted(result.ceilings.items())]
+        said.append(f"fastest probes: {', '.join(rates)}")
     if result.matmul:
         slow, fast = (rate / 1e9 for rate in result.matmul)
-        said.append(f"a matrix product in fp32 ran at {slow:,.0f} to {fast:,.0f} GFLOP/s beside the cases")
+        said.append(f"an fp32 matrix product, timed between the cases, ran at {slow:,.0f} to {fast:,.0f} GFLOP/s")
     if not result.complete:
         said.append("the run was cut before its end")
     return "; ".join(said) + "."

@@ -89,8 +89,8 @@ def test_a_result_keeps_what_the_run_measured(result):
 def test_the_heading_names_all_that_a_figure_depends_on(result):
     assert report.heading(result) == (
         "**h200**, 2026-01-02, commit 01234567: A GPU, A CPU, driver 580.1, CUDA 13.0, cuDNN 91900, torch 2.11.0, "
-        "triton 3.6.0, Python 3.12.3; CUDA events; at most copy 4.2 TB/s, matmul bfloat16 750 TFLOP/s; a matrix "
-        "product in fp32 ran at 50,000 to 50,000 GFLOP/s beside the cases."
+        "triton 3.6.0, Python 3.12.3; CUDA events; fastest probes: copy 4.2 TB/s, matmul bfloat16 750 TFLOP/s; "
+        "an fp32 matrix product, timed between the cases, ran at 50,000 to 50,000 GFLOP/s."
     )
 
 

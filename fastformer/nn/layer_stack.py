@@ -230,6 +230,8 @@ class Stack(nn.Module):
             RuntimeError: since `new_cache`, a layer or attention got hooks or another class. Other modules are only
                 checked by `new_cache`: a later replacement must treat each token alone.
         """
+        if len(cache.layers) != len(self.layers):  # type: ignore[arg-type]
+            raise ValueError(f"the cache is of another stack: it has {len(cache.layers)} layers")
         if cache.stack_id != self.__dict__.get("_stack_id"):
             raise ValueError("the cache is of another stack: make one with new_cache of this stack")
         tokens, layout = cache.tokens_of(x, lengths)

@@ -65,7 +65,12 @@ CALLS = [
 ]
 
 
-@pytest.mark.parametrize(("fillings", "dtype", "op", "case"), CALLS, indirect=["fillings"])
+def name_of(value: Any) -> str:
+    """The name of a function, or the value in words."""
+    return getattr(value, "__name__", None) or str(value)
+
+
+@pytest.mark.parametrize(("fillings", "dtype", "op", "case"), CALLS, indirect=["fillings"], ids=name_of)
 def test_attention(fillings: tuple[float, ...], dtype: torch.dtype, op: Callable[..., Any], case: str) -> None:
     given, real = CASES[case]
     given = {name: x.to(DEVICE) if isinstance(x, Tensor) else x for name, x in given.items()}

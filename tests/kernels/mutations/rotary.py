@@ -82,7 +82,7 @@ def faults() -> Iterator[Fault]:
     )
     yield at(
         op,
-        test("x_is_not_kept_for_backward"),
+        test("x_is_not_saved_for_backward"),
         "rotary: x is kept",
         "ctx.save_for_backward(*tables)",
         "ctx.save_for_backward(*tables, inputs[0])",

@@ -82,16 +82,16 @@ def heading(result: CommittedResult) -> str:
     labels = {"driver": "driver", "cuda": "CUDA", "cudnn": "cuDNN", "torch": "torch", "triton": "triton"}
     parts += [f"{label} {m[key]}" for key, label in labels.items() if key in m]
     parts.append(f"Python {m['python']}")
-    said = [f"**{result.name}**, {m['date']}, commit {m['commit'][:8]}: {', '.join(parts)}", result.timer]
+    sentences = [f"**{result.name}**, {m['date']}, commit {m['commit'][:8]}: {', '.join(parts)}", result.timer]
     if result.ceilings:
         rates = [f"{key.replace('_', ' ')} {_rate(key, rate)}" for key, rate in sorted(result.ceilings.items())]
-        said.append(f"fastest probes: {', '.join(rates)}")
+        sentences.append(f"fastest probes: {', '.join(rates)}")
     if result.matmul:
         slow, fast = (rate / 1e9 for rate in result.matmul)
-        said.append(f"an fp32 matrix product, timed between the cases, ran at {slow:,.0f} to {fast:,.0f} GFLOP/s")
+        sentences.append(f"an fp32 matrix product, timed between the cases, ran at {slow:,.0f} to {fast:,.0f} GFLOP/s")
     if not result.complete:
-        said.append("the run was cut before its end")
-    return "; ".join(said) + "."
+        sentences.append("the run was cut before its end")
+    return "; ".join(sentences) + "."
 
 
 def _rate(name: str, rate: float) -> str:
@@ -114,8 +114,8 @@ def _memory_cell(pair: tuple[int, int] | None, goal: float | None) -> str:
     if pair is None:
         return ""
     share = pair[0] / pair[1] if pair[1] else (math.inf if pair[0] else 1.0)
-    said = "" if goal is None else f" ({'missed' if share > goal else 'goal'} {goal:g})"
-    return ("more than none" if math.isinf(share) else f"{share:.2f}") + said
+    verdict = "" if goal is None else f" ({'missed' if share > goal else 'goal'} {goal:g})"
+    return ("more than none" if math.isinf(share) else f"{share:.2f}") + verdict
 
 
 _OPTIONAL: tuple[tuple[str, Callable[[Row], str]], ...] = (

@@ -107,11 +107,11 @@ def _visible(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, grouped: b
     if not all(x.shape[0] == B and (grouped or x.shape[1] == H) for x in (key, value)) or not B * T * S:
         return None
     trained = torch.is_grad_enabled() and any(x.requires_grad for x in inputs[:3])
-    long = query.is_cpu and min(T, S) >= (_SHORTEST_TRAINED if trained else _SHORTEST)
-    if not (long or _uses_kernels(query)):
+    long, kernels = query.is_cpu and min(T, S) >= (_SHORTEST_TRAINED if trained else _SHORTEST), _uses_kernels(query)
+    if not (long or kernels):
         return None
     visible = _read(mask, B, T, S)
-    if visible is None or _uses_kernels(query):
+    if visible is None or kernels:
         return visible
     if visible.spans is None:
         return None

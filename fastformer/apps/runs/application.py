@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from fastformer.apps.models.sizes import check_memory, describe_model
-from fastformer.apps.runs.exported import exported_data, exported_kind, load_safetensors
+from fastformer.apps.runs.exported import load_safetensors, read_export
 from fastformer.apps.runs.folder import BY_HAND, CONFIG, VERSION, RunConfig, read_kind, stated
 from fastformer.apps.runs.kinds import application_for, application_of
 from fastformer.apps.runs.toml import load_toml, save_toml
@@ -133,10 +133,10 @@ class Application:
         if (folder / CONFIG).is_file():
             initial, tokenizers, read = self.load(folder)
             before = {name: getattr(read, name) for name in self.reading}
-        elif (kind := exported_kind(folder)) is not None:
-            if kind != self.kind:
+        elif (export := read_export(folder)) is not None:
+            if (kind := export["kind"]) != self.kind:
                 raise ValueError(f"{folder} holds a {application_of(kind).title} model")
-            initial, before = load_safetensors(folder).float(), exported_data(folder)
+            initial, before = load_safetensors(folder).float(), export.get("data", {})
             tokenizers = self._load_tokenizers(folder, initial.config)
         elif self.pretrained is not None:
             initial, tokenizers = self.pretrained(folder)

@@ -44,18 +44,13 @@ def load_safetensors(folder: Path | str) -> Any:
     return built.eval()
 
 
-def exported_kind(folder: Path | str) -> str | None:
-    """Return the kind of an exported model; None for any other folder."""
+def read_export(folder: Path | str) -> dict[str, Any] | None:
+    """Return the config.json of an exported model, with its kind and settings of data; None for other folders."""
     try:
         content = json.loads((Path(folder) / "config.json").read_bytes())
-        return str(content["kind"])
-    except (OSError, ValueError, KeyError, TypeError, RecursionError):
+    except (OSError, ValueError, RecursionError):
         return None
-
-
-def exported_data(folder: Path | str) -> dict[str, Any]:
-    """Return the settings for reading text of an exported model."""
-    return dict(json.loads((Path(folder) / "config.json").read_bytes()).get("data", {}))
+    return content if isinstance(content, dict) and "kind" in content else None
 
 
 def check_dtype(dtype: object) -> None:

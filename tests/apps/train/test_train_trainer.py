@@ -243,7 +243,7 @@ def test_plain_progress_shows_loss_speed_time_left_and_validations_by_time(tmp_p
     lines = capsys.readouterr().err.splitlines()
     assert lines[0] == "training begins: until 20 steps are made; saved every 5 minutes and with each validation"
     assert lines[1].startswith("  5%  epoch 1  step 1  loss 1.")
-    assert "2 tokens/s  left 0:0" in lines[1]
+    assert "2 tokens/s  left 1:16" in lines[1]  # 19 steps of 4 seconds
     steps = [line.split("step ")[1].split()[0] for line in lines if "tokens/s" in line]
     assert steps == ["1", "4", "7", "10", "13", "16", "19"]
     validations = [line for line in lines if line.startswith("validation: ")]

@@ -86,6 +86,6 @@ def describe(record: dict[str, Any]) -> str:
 def _duration(seconds: float) -> str:
     if not math.isfinite(seconds):
         return "?"
-    minutes, whole_seconds = divmod(max(int(seconds), 0), 60)
+    minutes, whole_seconds = divmod(max(round(seconds), 0), 60)
     hours, minutes = divmod(minutes, 60)
     return f"{hours}:{minutes:02}:{whole_seconds:02}" if hours else f"{minutes}:{whole_seconds:02}"

@@ -110,18 +110,13 @@ class Session:
     def evaluate(self, recipe: Recipe, run: Path) -> dict[str, float]:
         """Return the scores of a run on its test set."""
         translations = run.with_suffix(".txt")
-        ways = {"": ["--beam", str(self.options.beam), "--output", str(translations)]}
-        if recipe.kind == "language":
-            ways = {"": [], ", overlapped": ["--overlap", str(recipe.settings["data"]["context"] // 2)]}
-        if self.options.dry_run and recipe.kind == "language":
-            ways = {"": []}
-        scores: dict[str, float] = {}
-        for suffix, arguments in ways.items():
-            output = run.with_suffix(".scores")
-            command = [sys.executable, "-m", "fastformer", "evaluate", "--run", str(run), *arguments]
-            run_command([*command, "--device", self.options.device], max(1.0, self.left() + GRACE), output)
-            matches = _SCORE.findall(output.read_text(encoding="utf-8"))
-            scores |= {name + suffix: float(value.replace(",", "")) for name, value in matches}
+        arguments = ["--beam", str(self.options.beam), "--output", str(translations)]
+        output = run.with_suffix(".scores")
+        command = [sys.executable, "-m", "fastformer", "evaluate", "--run", str(run), "--device", self.options.device]
+        command += arguments if recipe.kind == "translation" else []
+        run_command(command, max(1.0, self.left() + GRACE), output)
+        matches = _SCORE.findall(output.read_text(encoding="utf-8"))
+        scores = {name: float(value.replace(",", "")) for name, value in matches}
         if recipe.kind == "translation" and recipe.dataset and translations.is_file():
             scores |= moses_bleu(translations, Path(recipe.dataset), recipe.settings["data"]["target"])
         return scores

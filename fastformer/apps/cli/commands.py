@@ -26,8 +26,7 @@ from fastformer.functional import explain
 from fastformer.functional.choice import INSTALL_TRITON
 from fastformer.settings import check_value
 
-_TRANSLATION, _LANGUAGE = "Of translation runs", "Of language-model runs"
-_POSITIONS = 2048
+_TRANSLATION = "Of translation runs"
 FORMATS = ("ctranslate2", "safetensors")
 _ABSENT = "not installed"
 
@@ -82,9 +81,6 @@ def evaluate(
     bootstrap: Annotated[
         int | None, whole_number("resamples of the sentences for 95 % intervals, such as 1000", _TRANSLATION)
     ] = None,
-    overlap: Annotated[
-        int | None, whole_number("tokens before it that each window reads again (default: 0)", _LANGUAGE)
-    ] = None,
     *,
     search: dict[str, Any],
 ) -> None:
@@ -103,7 +99,6 @@ def evaluate(
         "lowercase": lowercase,
         "bleu_tokenizer": bleu_tokenizer,
         "bootstrap": bootstrap,
-        "overlap": overlap,
         "search": search,
     }
     evaluate_run = application_function(run, "evaluate_run", options)
@@ -121,36 +116,22 @@ def export(
             help="of CTranslate2's weights: float32 (the default), float16, bfloat16, int16, int8, int8_float16, …"
         ),
     ] = None,
-    dtype: Annotated[
-        str | None, typer.Option(help="of safetensors: float32 (the default), float16 or bfloat16")
-    ] = None,
-    positions: Annotated[
-        int | None,
-        whole_number(f"longest sequence in CTranslate2, where positions are sinusoidal; default: {_POSITIONS}"),
-    ] = None,
     checkpoint: Checkpoint = "best",
 ) -> None:
     """Write a run's model and tokenizers for another program."""
     if Path(os.path.realpath(to)).is_relative_to(os.path.realpath(run)):  # unlike resolve, takes a loop of links
         raise ValueError(f"--to {to} is in the run folder {run}; choose a folder outside")
     check_value("format", format, str, choices=FORMATS)
-    idle = {"quantization": quantization, "positions": positions} if format == "safetensors" else {"dtype": dtype}
-    for name, value in idle.items():
-        if value is not None:
-            raise ValueError(f"--{name} is not for format {format}; leave it out")
+    if format == "safetensors" and quantization is not None:
+        raise ValueError("--quantization is not for format safetensors; leave it out")
     application = application_of(read_kind(run))
     model, tokenizers = application.load_weights(run, checkpoint), application.load_tokenizers(run)
-    if positions is not None and model.config.longest is not None:
-        raise ValueError(f"--positions is for sinusoidal positions; this model learned {model.config.longest}")
     if format == "ctranslate2":
-        kind: Any = quantization or "float32"
-        export_ctranslate2(to, model, tokenizers, kind, _POSITIONS if positions is None else positions)
+        export_ctranslate2(to, model, tokenizers, quantization or "float32")  # type: ignore[arg-type]
     else:
         data = application.data(**application.read_config(run)["data"])
-        reading = {name: getattr(data, name) for name in application.reading}
-        export_safetensors(to, model, tokenizers, dtype or "float32", reading)  # type: ignore[arg-type]
-    files = ", ".join(sorted(path.name for path in to.iterdir()))
-    console.print(f"{to}: {files}")
+        export_safetensors(to, model, tokenizers, {name: getattr(data, name) for name in application.reading})
+    console.print(f"{to}: {', '.join(sorted(path.name for path in to.iterdir()))}")
 
 
 def _show_version(requested: bool) -> None:

@@ -12,7 +12,6 @@ from fastformer.apps.models.embeddings import sinusoidal_positions
 from fastformer.apps.plots.figure import figure_format
 from fastformer.apps.runs.comparison import Comparison, RunSummary, compare_runs
 from fastformer.apps.runs.folder import read_kind, refuse_output
-from fastformer.apps.runs.kinds import application_of
 from fastformer.settings import check_value
 
 _TRANSLATION = "Of translation runs"
@@ -72,69 +71,35 @@ def _number_or(name: str, text: str, words: tuple[str, ...]) -> int | str:
 
 @plot.command(rich_help_panel=INSPECT)
 def positions(
-    run: Annotated[Path | None, typer.Option(help="run folder, of any kind; default: none")] = None,
-    d_model: Annotated[int | None, whole_number("without a run: width of the model; default: 128")] = None,
-    length: Annotated[int | None, whole_number("positions to draw; default: all that a run learned, or 100")] = None,
+    d_model: Annotated[int, whole_number("width of the model")] = 128,
+    length: Annotated[int, whole_number("positions to draw")] = 100,
     output: Output = Path("positions.png"),
-    side: Annotated[
-        str | None,
-        typer.Option(help="positions of this side: source (the default) or target", rich_help_panel=_TRANSLATION),
-    ] = None,
 ) -> None:
-    """Draw a positional encoding, sinusoidal or as a run learned it, and the similarity of positions."""
+    """Draw the sinusoidal positional encoding, and the similarity of positions."""
     from fastformer.apps.plots import plot_positions, save
 
-    _check_figure(output, *([] if run is None else [run]))
-    check_value("d_model", d_model, int | None, at_least=1, at_most=16384)
-    check_value("length", length, int | None, at_least=1, at_most=16384)
-    check_value("side", side, str | None, choices=("source", "target"))
-    if run is None:
-        if side is not None:
-            raise ValueError("--side needs --run")
-        width = d_model or 128
-        encoding, title = sinusoidal_positions(length or 100, width), f"sinusoidal positions, d_model {width}"
-    else:
-        if d_model is not None:
-            raise ValueError("--d-model is for positions without a run; leave it out, or leave out --run")
-        application = application_of(read_kind(run))
-        model = application.load_weights(run, "best")
-        embeddings = {
-            name: getattr(model, f"{prefix}embedding")
-            for name, prefix in (("source", "source_"), ("target", "target_"), (None, ""))
-            if hasattr(model, f"{prefix}embedding")
-        }
-        if side is not None and side not in embeddings:
-            raise ValueError(f"{run} is a {application.title} run; --side is not for it")
-        name = side or next(iter(embeddings))
-        length = length or model.config.longest or 100
-        encoding = embeddings[name].encodings(length)[:length]
-        where = f"{run}, {name}" if name else run
-        title = f"{model.config.positions} positions of {where}, d_model {model.config.d_model}"
-    console.print(f"wrote {save(plot_positions(encoding, title), output)}")
+    figure_format(output)
+    check_value("d_model", d_model, int, at_least=1, at_most=16384)
+    check_value("length", length, int, at_least=1, at_most=16384)
+    figure = plot_positions(sinusoidal_positions(length, d_model), f"sinusoidal positions, d_model {d_model}")
+    console.print(f"wrote {save(figure, output)}")
 
 
 @plot.command(rich_help_panel=INSPECT)
 def history(runs: Runs, output: Output = Path("history.png")) -> None:
     """Draw the learning curves of one or several runs."""
-    _check_figure(output, *runs)
-    console.print(f"wrote {_draw_histories(compare_runs(runs), output)}")
-
-
-def _draw_histories(comparison: Comparison, output: Path) -> Path:
     from fastformer.apps.plots import plot_history, save
 
-    without_metrics = [str(run.folder) for run in comparison.runs if not run.records]
-    if len(without_metrics) == len(comparison.runs):
-        raise ValueError(f"{', '.join(without_metrics)}: no metrics yet, so there is nothing to draw")
-    return save(plot_history({run.name: run.records for run in comparison.runs if run.records}), output)
+    _check_figure(output, *runs)
+    curves = {run.name: run.records for run in compare_runs(runs).runs if run.records}
+    if not curves:
+        raise ValueError(f"{', '.join(map(str, runs))}: no metrics yet, so there is nothing to draw")
+    console.print(f"wrote {save(plot_history(curves), output)}")
 
 
 @app.command(rich_help_panel=INSPECT)
 def compare(
     runs: Runs,
-    plot: Annotated[
-        Path | None, typer.Option(help="file for the learning curves of all runs: .png, .pdf or .svg")
-    ] = None,
     bootstrap: Annotated[
         int | None,
         whole_number(
@@ -146,8 +111,6 @@ def compare(
     """Compare runs: sizes, budgets, best validation values, and the settings that differ."""
     from rich.table import Table
 
-    if plot is not None:
-        _check_figure(plot, *runs)
     check_value("bootstrap", bootstrap, int | None, at_least=2)
     if bootstrap is not None and (len(runs) < 2 or {read_kind(run) for run in runs} != {"translation"}):
         raise ValueError("--bootstrap compares at least two translation runs")
@@ -166,8 +129,6 @@ def compare(
     without_metrics = [str(run.folder) for run in comparison.runs if not run.records]
     if without_metrics:
         console.print(f"No metrics yet: {', '.join(without_metrics)}")
-    if plot is not None:
-        console.print(f"wrote {_draw_histories(comparison, plot)}")
     if bootstrap is not None:
         compare_systems = application_function(runs[0], "compare_systems", {})
         for score in compare_systems(runs, bootstrap):

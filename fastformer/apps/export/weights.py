@@ -7,10 +7,6 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import torch
-from torch import Tensor
-
-from fastformer.apps.runs.exported import Dtype, check_dtype
 from fastformer.apps.runs.kinds import application_for
 from fastformer.apps.settings import to_plain
 from fastformer.apps.system.files import new_folder
@@ -22,32 +18,24 @@ def export_safetensors(
     folder: Path | str,
     model: Any,
     tokenizers: Sequence[Tokenizer],
-    dtype: Dtype = "float32",
     data: Mapping[str, Any] | None = None,
 ) -> None:
-    """Write `model.safetensors`, `config.json` and the tokenizers into a new folder.
+    """Write `model.safetensors`, in the dtype of the model, `config.json` and the tokenizers into a new folder.
 
     Args:
         folder: the folder to create.
         model: a model of one of the applications.
         tokenizers: source and target of a translation model, or the one of another model.
-        dtype: the dtype of the stored weights.
         data: settings for reading text, such as the longest length; written unchanged.
 
     Raises:
         FileExistsError: the folder exists and is not empty.
         TypeError: the model belongs to no application.
-        ValueError: dtype is unknown, or the number of tokenizers is wrong.
+        ValueError: the number of tokenizers is wrong.
     """
-    check_dtype(dtype)
-    application = application_for(model, tokenizers)
-    converted: dict[int, Tensor] = {}  # tied weights stay one tensor
-
-    def convert(x: Tensor) -> Tensor:
-        return converted.setdefault(x.data_ptr(), x.to(getattr(torch, dtype)))
-
+    application, dtype = application_for(model, tokenizers), str(next(model.parameters()).dtype).partition(".")[2]
     with export_folder(folder) as new:
-        write_weights(new / "model.safetensors", {name: convert(x) for name, x in model.state_dict().items()})
+        write_weights(new / "model.safetensors", model.state_dict())
         content = {"kind": application.kind, "dtype": dtype, "model": model.config, "data": data or {}}
         (new / "config.json").write_text(json.dumps(content, indent=1, default=to_plain) + "\n", encoding="utf-8")
         application.save_tokenizers(new, tokenizers)

@@ -69,9 +69,9 @@ def generate(
         print(text, flush=True)
 
 
-def evaluate_run(run: Path, checkpoint: str, device: str, texts: Any, *, overlap: int | None = None) -> None:
+def evaluate_run(run: Path, checkpoint: str, device: str, texts: Any) -> None:
     """Print the perplexity of the run's test or validation text, or of a file, with token counts."""
-    text, result = evaluate_text(run, texts, checkpoint, device, overlap or 0)
+    text, result = evaluate_text(run, texts, checkpoint, device)
     console.print(f"{text}; checkpoint {checkpoint}")
     console.print(str(result))
 

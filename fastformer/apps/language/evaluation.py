@@ -1,8 +1,4 @@
-"""Perplexity of a language model: every token of a text is predicted once, in windows no longer than the context.
-
-Windows may overlap, with stride context - overlap (sliding-window or strided evaluation): a token then sees at least
-`overlap` tokens before it, at context / stride times the work. docs/language-models.md has the gain.
-"""
+"""Perplexity of a language model: every token of a text is predicted once, in windows no longer than the context."""
 
 import math
 from dataclasses import dataclass
@@ -13,8 +9,8 @@ from numpy.typing import NDArray
 
 from fastformer.apps.language.model import LanguageModel, language_model_loss
 from fastformer.apps.text import EncodedDocuments, TextCorpus, Tokenizer, encode_lines
-from fastformer.apps.text.language_batches import Pieces, collate_pieces, counted_positions, cut_documents, cut_stream
-from fastformer.host.devices import device_of, send
+from fastformer.apps.text.language_batches import Pieces, collate_pieces, cut_documents, cut_stream
+from fastformer.host.devices import device_of
 
 _EVALUATION_TOKENS = 4096  # in a batch; more did not make it faster on a CPU
 
@@ -37,14 +33,12 @@ class Perplexity:
         tokens: number of predicted tokens, eos included.
         words: number of words between spaces in the same text, with an <eos> a line.
         unknown: number of predicted tokens that are <unk>.
-        overlap: number of tokens that each window read again.
     """
 
     nats: float
     tokens: int
     words: int
     unknown: int
-    overlap: int = 0
 
     @property
     def per_token(self) -> float:
@@ -61,8 +55,6 @@ class Perplexity:
         text = f"perplexity {self.per_token:.2f} per token ({self.tokens:,} predicted, <eos> counted{unknown})"
         if self.tokens != self.words:
             text += f"; {self.per_word:.2f} per word ({self.words:,} words, one <eos> a line counted)"
-        if self.overlap:
-            text += f"; each window rereads {self.overlap:,} tokens"
         return text
 
 
@@ -78,17 +70,15 @@ class HeldOutText:
         tokenizer: the model's tokenizer.
         context: most tokens that a prediction looks back on.
         stream: "documents" or "columns", as the model was trained.
-        overlap: how many tokens before a window it reads again, without predicting them.
 
     Raises:
-        ValueError: context is below 1, overlap is below 0 or not below context, or no document has a token.
+        ValueError: context is below 1, or no document has a token.
     """
 
-    def __init__(self, corpus: TextCorpus, tokenizer: Tokenizer, context: int, stream: str, overlap: int = 0) -> None:
+    def __init__(self, corpus: TextCorpus, tokenizer: Tokenizer, context: int, stream: str) -> None:
         documents = encode_corpus(corpus, tokenizer, stream)
         cut = cut_stream if stream == "columns" else cut_documents
-        self.pieces = cut(documents, context, overlap)
-        self._overlap = overlap
+        self.pieces = cut(documents, context)
         self._unknown = int(np.count_nonzero(documents.documents.ids == tokenizer.unk_id))
         # Each skipped document is a line without a token, of which corpus.words counts the <eos>.
         self._words = corpus.words - documents.dropped
@@ -102,25 +92,21 @@ class HeldOutText:
         pieces = self.pieces if indices is None else self.pieces.take(indices)
         share = pieces.predictions / self.pieces.predictions
         words, unknown = round(share * self._words), round(share * self._unknown)
-        return Perplexity(_total_loss(model, pieces), pieces.predictions, words, unknown, self._overlap)
+        return Perplexity(_total_loss(model, pieces), pieces.predictions, words, unknown)
 
 
-def perplexity(
-    model: LanguageModel, corpus: TextCorpus, tokenizer: Tokenizer, context: int, stream: str, overlap: int = 0
-) -> Perplexity:
+def perplexity(model: LanguageModel, corpus: TextCorpus, tokenizer: Tokenizer, context: int, stream: str) -> Perplexity:
     """Compute the perplexity of a text; arguments and errors as in `HeldOutText`."""
-    return HeldOutText(corpus, tokenizer, context, stream, overlap).perplexity(model)
+    return HeldOutText(corpus, tokenizer, context, stream).perplexity(model)
 
 
 def _total_loss(model: LanguageModel, pieces: Pieces) -> float:
     device = device_of(model)
-    total, overlapping = 0.0, bool(pieces.reread.any())
+    total = 0.0
     ends = np.cumsum(pieces.lengths)
     # Batches of whole pieces, with about _EVALUATION_TOKENS tokens each.
     cuts = np.searchsorted(ends, np.arange(_EVALUATION_TOKENS, ends[-1], _EVALUATION_TOKENS), side="left") + 1
     for indices in np.split(np.arange(len(pieces)), np.unique(cuts)):
         if len(indices):
-            batch = collate_pieces(pieces, indices)
-            counted = send(device, counted_positions(pieces, indices))[0] if overlapping else None
-            total += float(language_model_loss(model, batch.to(device), counted=counted))
+            total += float(language_model_loss(model, collate_pieces(pieces, indices).to(device)))
     return total

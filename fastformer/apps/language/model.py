@@ -123,20 +123,10 @@ class LanguageModel(SingleStack):
         return self.output(hidden)  # type: ignore[no-any-return]
 
 
-def language_model_loss(
-    model: LanguageModel, batch: LanguageBatch, label_smoothing: float = 0.0, counted: Tensor | None = None
-) -> Tensor:
+def language_model_loss(model: LanguageModel, batch: LanguageBatch, label_smoothing: float = 0.0) -> Tensor:
     """Return the summed cross entropy of a batch over real tokens, fp32, in nats; padding is excluded.
 
-    Args:
-        model: may be wrapped (torch.compile, DistributedDataParallel), as long as `model.output` is reachable.
-        batch: packed, or padded at the end.
-        label_smoothing: share of the probability spread over all classes.
-        counted: int64, the positions of a packed batch whose predictions count, on the device of the batch; other
-            positions are context and not projected. None: all.
+    `model` may be wrapped (torch.compile, DistributedDataParallel), as long as `model.output` is reachable.
     """
     (layout,) = layouts_of(batch, "lengths")
-    hidden, target = model(batch.ids_in, layout), batch.ids_out
-    if counted is not None:
-        hidden, target = hidden[counted], target[counted]
-    return summed_cross_entropy(model.output, hidden, target, layout, label_smoothing)
+    return summed_cross_entropy(model.output, model(batch.ids_in, layout), batch.ids_out, layout, label_smoothing)

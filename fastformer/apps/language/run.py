@@ -289,14 +289,12 @@ def evaluate_text(
     split: Literal["test", "valid"] | Path = "test",
     checkpoint: str = "best",
     device: torch.device | str = "cpu",
-    overlap: int = 0,
 ) -> tuple[TextCorpus, Perplexity]:
     """Compute the perplexity of a run's test or validation text, or of a file.
 
     Args:
         folder, checkpoint, device: as in `load_generator`.
         split: the run's test or validation text, or a file.
-        overlap: how many tokens each window reads again from before it; see `fastformer.apps.language.evaluation`.
 
     Raises the errors of `load_generator`, `read_text_corpora` and `perplexity`.
     """
@@ -306,4 +304,4 @@ def evaluate_text(
     else:
         check_value("split", split, str, choices=("test", "valid"))
         corpus = read_text_corpora(data)[split]
-    return corpus, perplexity(model, corpus, tokenizer, data.context, data.stream, overlap)
+    return corpus, perplexity(model, corpus, tokenizer, data.context, data.stream)

@@ -4,7 +4,7 @@ Letters: B batch, H heads, L layers, T packed positions, S positions attended to
 """
 
 from collections.abc import Sequence
-from typing import Any, ClassVar, TypeGuard, overload
+from typing import Any, ClassVar, TypeGuard
 
 import torch
 import torch.nn.functional as F
@@ -16,8 +16,7 @@ from fastformer.apps.text import Tokenizer
 from fastformer.host.devices import check_types
 from fastformer.modes import exporting
 from fastformer.nn.inspection import plain
-from fastformer.nn.stacks import TransformerEncoder
-from fastformer.packing import Layout, pack, unpack
+from fastformer.packing import Layout, pack
 
 
 def tie(model: Any, _keys: object = None) -> None:
@@ -105,25 +104,11 @@ def summed_cross_entropy(
     )
 
 
-def sequences_of(name: str, ids: Tensor, lengths: Tensor | Layout | None) -> tuple[Tensor, Layout]:
-    """Return packed ids and their layout as `packed_ids`; without lengths, the ids are one sequence `[T]`."""
-    if lengths is None and ids.dim() != 1:
-        raise ValueError(f"{name} must be [T], one sequence, where no lengths are given, not {list(ids.shape)}")
-    return packed_ids(name, ids, torch.tensor([len(ids)], device="cpu") if lengths is None else lengths)
-
-
-def self_attention_maps(
-    encoder: TransformerEncoder, x: Tensor, layout: Layout, causal: bool = False
-) -> tuple[Tensor, list[Tensor]]:
-    """Run an encoder on packed `[T, D]`; return its padded output and each sequence's weights `[L, H, T, T]`."""
-    out, weights = encoder(unpack(x, layout), src_key_padding_mask=~layout.mask(), is_causal=causal, need_weights=True)
-    return out, maps_of_each(weights, layout, layout)
-
-
-def maps_of_each(weights: Tensor, queries: Layout, keys: Layout) -> list[Tensor]:
-    """Return each sequence's weights `[L, H, T, S]`, without padding, of a padded batch `[L, B, H, T, S]`."""
-    lengths = zip(queries.lengths.tolist(), keys.lengths.tolist(), strict=True)
-    return [weights[:, b, :, :t, :s].contiguous() for b, (t, s) in enumerate(lengths)]
+def check_sequences(**ids: Tensor) -> None:
+    """Raise ValueError for ids that are not one sequence, `[T]`."""
+    for name, each in ids.items():
+        if each.dim() != 1:
+            raise ValueError(f"{name} must be [T], one sequence, not {list(each.shape)}")
 
 
 class SingleStack(nn.Module):
@@ -139,30 +124,17 @@ class SingleStack(nn.Module):
     stack_name: ClassVar[str]
     causal: ClassVar[bool]
 
-    @overload
-    def attention_maps(self, ids: Tensor, lengths: None = None) -> Tensor: ...
-
-    @overload
-    def attention_maps(self, ids: Tensor, lengths: Tensor | Layout) -> list[Tensor]: ...
-
     @torch.no_grad()
-    def attention_maps(self, ids: Tensor, lengths: Tensor | Layout | None = None) -> Tensor | list[Tensor]:
-        """Compute every attention weight for one text, or for each of several; call `.eval()` first.
-
-        Dropout removes some weights in training mode.
-
-        Args:
-            ids: int64 `[T]`, one text; or several texts as in `forward`.
-            lengths: of several texts, as in `forward`.
+    def attention_maps(self, ids: Tensor) -> Tensor:
+        """Compute every attention weight for one text, int64 `[T]`; call `.eval()` first, or dropout sets some to 0.
 
         Returns:
-            `[layers, H, T, T]`: row t is the distribution of position t over the positions it attends to. With lengths,
-            a list of one such tensor for each text, each with the text's T.
+            `[layers, H, T, T]`: row t is the distribution of position t over the positions it attends to.
 
         Raises:
             ValueError: T is beyond what learned positions hold, or ids are of another shape.
         """
-        packed, layout = sequences_of("ids", ids, lengths)
-        x = self.embedding(packed, layout.positions, layout.max_length)
-        maps = self_attention_maps(getattr(self, self.stack_name), x, layout, self.causal)[1]
-        return maps[0] if lengths is None else maps
+        check_sequences(ids=ids)
+        x, stack = self.embedding.padded(ids[None]), getattr(self, self.stack_name)
+        weights: Tensor = stack(x, is_causal=self.causal, need_weights=True)[1]
+        return weights[:, 0]

@@ -3,7 +3,7 @@
 import json
 import sys
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Any
 
 import torch
 
@@ -12,8 +12,6 @@ from fastformer.apps.runs.kinds import application_of
 from fastformer.apps.settings import befores
 from fastformer.apps.train.weights import CheckpointError, check_size, load_weights
 from fastformer.settings import check_value
-
-Dtype = Literal["float32", "float16", "bfloat16"]
 
 
 def load_safetensors(folder: Path | str) -> Any:
@@ -27,7 +25,7 @@ def load_safetensors(folder: Path | str) -> Any:
     try:
         content = json.loads((folder / "config.json").read_bytes())
         application = application_of(content["kind"])
-        check_dtype(content["dtype"])
+        check_value("dtype", content["dtype"], str, choices=("float64", "float32", "float16", "bfloat16"))
         config = application.model(**{**befores(application.model), **content["model"]})
         check_size(config.matrix_numbers, path.stat().st_size if path.is_file() else sys.maxsize, path)
         check_memory(config)
@@ -51,8 +49,3 @@ def read_export(folder: Path | str) -> dict[str, Any] | None:
     except (OSError, ValueError, RecursionError):
         return None
     return content if isinstance(content, dict) and "kind" in content else None
-
-
-def check_dtype(dtype: object) -> None:
-    """Raise ValueError for a dtype that weights cannot be stored in."""
-    check_value("dtype", dtype, str, choices=get_args(Dtype))

@@ -23,8 +23,6 @@ from fastformer.apps.system.run_lock import LOCK, locked
 from fastformer.apps.train import CheckpointFolder
 
 CONFIG, DATA = "config.toml", "data.json"
-DEMO = "demo.txt"  # marks a folder of `fastformer demo`, which the next demo may replace
-PICTURES = ("history.png", "attention.png")  # drawn from the other files
 FILES = (CONFIG, DATA, "metrics.jsonl", "metrics.csv", "tokenizer", "checkpoints", "tensorboard", LOCK)
 
 BY_HAND = "by hand"  # the dataset of a run that was trained in Python, whose folder does not record its text
@@ -77,7 +75,7 @@ def check_new(folder: Path, kind: str) -> None:
         raise NotADirectoryError(f"{existing} is a file; a run needs a folder")
     if not os.access(existing, os.W_OK):
         raise PermissionError(f"{existing} cannot be written to")
-    names = set(os.listdir(folder)) - {LOCK, DEMO} if folder.exists() else set()
+    names = set(os.listdir(folder)) - {LOCK} if folder.exists() else set()
     if not names:
         return
     if CheckpointFolder(folder / "checkpoints").paths():

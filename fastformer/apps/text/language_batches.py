@@ -3,8 +3,7 @@
 A document is read as bos + tokens + eos, and each token but bos is predicted exactly once, from the tokens before it. A
 document longer than `context` is cut every `context` predictions: a window begins with the last token that the previous
 one predicted, and has no earlier context. So the number of predictions depends neither on the context nor on the
-batches, and perplexities can be compared. For evaluation, windows may overlap: each but a document's first reads the
-`overlap` tokens before it again, without predicting them a second time.
+batches, and perplexities can be compared.
 """
 
 from dataclasses import dataclass
@@ -12,7 +11,6 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch import Tensor
 
 from fastformer.settings import check_value
 
@@ -25,38 +23,35 @@ from .encoding import EncodedDocuments, Ints, ranges
 class Pieces:
     """Windows of a stream: piece i reads ``stream[starts[i] : starts[i] + lengths[i]]`` and predicts it one id later.
 
-    Its first `reread[i]` predictions are those of the previous piece, and do not count.
-
-    `stream` int32 [total], bos + tokens + eos of every document; `starts`, `lengths` and `reread` int64 [pieces].
+    `stream` int32 [total], bos + tokens + eos of every document; `starts` and `lengths` int64 [pieces].
     """
 
     stream: NDArray[np.int32]
     starts: Ints
     lengths: Ints
-    reread: Ints
 
     def __len__(self) -> int:
         return len(self.starts)
 
     def take(self, indices: Ints) -> "Pieces":
         """Return the pieces at `indices`, in that order."""
-        return Pieces(self.stream, self.starts[indices], self.lengths[indices], self.reread[indices])
+        return Pieces(self.stream, self.starts[indices], self.lengths[indices])
 
     @property
     def predictions(self) -> int:
-        """Number of predictions that count: each token of the stream but the first of a document, once."""
-        return int((self.lengths - self.reread).sum())
+        """Number of predictions: each token of the stream but the first of a document, once."""
+        return int(self.lengths.sum())
 
 
-def cut_documents(documents: EncodedDocuments, context: int, overlap: int = 0) -> Pieces:
+def cut_documents(documents: EncodedDocuments, context: int) -> Pieces:
     """Put bos and eos around every document and cut it into pieces of at most `context` predictions, in order.
 
-    Raises ``ValueError`` if `context` is below 1, or `overlap` is below 0 or not below `context`.
+    Raises ``ValueError`` if `context` is below 1.
     """
     special = documents.special_ids
     stream, lengths = documents.documents.with_special(first=special.bos_id, last=special.eos_id)
     # bos is not predicted.
-    return _cut(stream.astype(np.int32), np.cumsum(lengths) - lengths, lengths - 1, context, overlap)
+    return _cut(stream.astype(np.int32), np.cumsum(lengths) - lengths, lengths - 1, context)
 
 
 def token_stream(documents: EncodedDocuments) -> NDArray[np.int32]:
@@ -64,25 +59,23 @@ def token_stream(documents: EncodedDocuments) -> NDArray[np.int32]:
     return documents.documents.with_special(last=documents.special_ids.eos_id)[0].astype(np.int32)
 
 
-def cut_stream(documents: EncodedDocuments, context: int, overlap: int = 0) -> Pieces:
+def cut_stream(documents: EncodedDocuments, context: int) -> Pieces:
     """Cut the stream of all documents into windows of at most `context` predictions, in order.
 
     The first token is predicted from an end of line, which stands in for the beginning. Raises as `cut_documents`.
     """
     stream = np.concatenate([np.array([documents.special_ids.eos_id], np.int32), token_stream(documents)])
-    return _cut(stream, np.zeros(1, np.int64), np.array([len(stream) - 1]), context, overlap)
+    return _cut(stream, np.zeros(1, np.int64), np.array([len(stream) - 1]), context)
 
 
-def _cut(stream: NDArray[np.int32], first: Ints, predictions: Ints, context: int, overlap: int) -> Pieces:
+def _cut(stream: NDArray[np.int32], first: Ints, predictions: Ints, context: int) -> Pieces:
     """Cut the documents of a stream, which begin at `first` and have `predictions` each, both int64 [documents]."""
     check_value("context", context, int, at_least=1)
-    check_value("overlap", overlap, int, {"context": context}, at_least=0, below="context")
-    stride = context - overlap
-    # The previous window has predicted the overlap; a document with any prediction has at least one window.
-    counts = np.maximum(-(-(predictions - overlap) // stride), np.minimum(predictions, 1))  # [documents]
-    number, _ = ranges(np.zeros_like(counts), counts)  # of each window in its document
-    lengths = np.minimum(context, np.repeat(predictions, counts) - number * stride)
-    return Pieces(stream, np.repeat(first, counts) + number * stride, lengths, np.where(number > 0, overlap, 0))
+    counts = -(-predictions // context)  # [documents]
+    start, _ = ranges(np.zeros_like(counts), counts)  # of each window in its document
+    start *= context
+    lengths = np.minimum(context, np.repeat(predictions, counts) - start)
+    return Pieces(stream, np.repeat(first, counts) + start, lengths)
 
 
 def collate_pieces(pieces: Pieces, indices: Ints) -> LanguageBatch:
@@ -91,13 +84,6 @@ def collate_pieces(pieces: Pieces, indices: Ints) -> LanguageBatch:
     positions, _ = ranges(pieces.starts[indices], lengths)  # [T]
     ids_in, ids_out = (torch.from_numpy(pieces.stream[i].astype(np.int64)) for i in (positions, positions + 1))
     return LanguageBatch(ids_in, ids_out, torch.from_numpy(lengths))
-
-
-def counted_positions(pieces: Pieces, indices: Ints) -> Tensor:
-    """Return the positions of the predictions that count in the batch of the pieces at `indices`: int64, in order."""
-    lengths, reread = pieces.lengths[indices], pieces.reread[indices]
-    positions, _ = ranges(np.cumsum(lengths) - lengths + reread, lengths - reread)
-    return torch.from_numpy(positions)
 
 
 class LanguageBatches(EpochBatches[LanguageBatch]):

@@ -47,7 +47,7 @@ _EMPTY = Translation("", -math.inf, -math.inf)  # fills the lines of a sentence 
 @app.command(rich_help_panel=START)
 def demo(
     target: Annotated[str, typer.Option(help="fr or de")] = "fr",
-    run: Annotated[Path, typer.Option(help="folder for the run; an earlier demo in it is replaced")] = Path("demo"),
+    run: Annotated[Path, typer.Option(help="folder for the run, new or empty")] = Path("demo"),
     device: Device = "auto",
 ) -> None:
     """Train on generated number words, translate held-out numbers and draw an attention map. About a minute."""

@@ -8,9 +8,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from fastformer.apps.plots import plot_history, save
-from fastformer.apps.runs.folder import DEMO, FILES, PICTURES
-from fastformer.apps.system.files import remove, write_file
-from fastformer.apps.system.run_lock import LOCK, locked
+from fastformer.apps.runs.folder import check_new
+from fastformer.apps.runs.kinds import MAIN
 from fastformer.apps.text.scores import Scores
 from fastformer.apps.train import TrainConfig, read_metrics
 from fastformer.apps.translation.run import DataConfig, TranslationRun, evaluate, load_translator, read_corpora
@@ -42,15 +41,14 @@ TRAIN = TrainConfig(
     metric="chrf",  # a German number is one word, where BLEU, of four words in a row, is always 0
 )
 SHOWN = 6
-_MARK = b"made by `fastformer demo`, which may replace this folder\n"
 
 
 def run_demo(folder: Path, target: str, device: str, console: "Console") -> Scores:
     """Train, print the scores on held-out numbers, translate a few, draw an attention map; return the scores.
 
-    An earlier demo in the folder is replaced. Raises FileExistsError if the folder holds anything else.
+    Raises FileExistsError if the folder holds files, such as an earlier demo.
     """
-    _check_folder(folder)
+    check_new(folder, MAIN)
     data = DataConfig(**DATA, target=target)  # type: ignore[arg-type]
     TranslationRun.check(data, MODEL, TRAIN, device)
     corpora = read_corpora(data)
@@ -59,50 +57,28 @@ def run_demo(folder: Path, target: str, device: str, console: "Console") -> Scor
         f"Learning to translate English number words into {'French' if target == 'fr' else 'German'}: "
         f"{len(train):,} examples such as\n  {train.source[-1]}  ->  {train.target[-1]}"
     )
-    started = time.perf_counter(), time.process_time()
-    folder.mkdir(parents=True, exist_ok=True)
-    with locked(folder):  # until the pictures are drawn, so that a later demo cannot replace the run
-        _check_folder(folder)  # another process may have written to it meanwhile
-        write_file(folder / DEMO, _MARK)
-        for path in folder.iterdir():
-            if path.name not in (LOCK, DEMO):
-                remove(path)
-        run = TranslationRun.create(folder, data, MODEL, TRAIN, device)
-        result = run.fit()
-        if result.signal is not None and result.signal != signal.SIGINT:
-            raise SystemExit(128 + result.signal)
-        wall, cpu = time.perf_counter() - started[0], time.process_time() - started[1]
-        console.print(f"Set-up and training took {wall:.0f} s ({cpu:.0f} CPU-seconds).\n")
+    wall, cpu = time.perf_counter(), time.process_time()
+    result = TranslationRun.create(folder, data, MODEL, TRAIN, device).fit()
+    if result.signal is not None and result.signal != signal.SIGINT:
+        raise SystemExit(128 + result.signal)
+    wall, cpu = time.perf_counter() - wall, time.process_time() - cpu
+    console.print(f"Set-up and training took {wall:.0f} s ({cpu:.0f} CPU-seconds).\n")
 
-        translator = load_translator(folder, device=device)
-        scores, translations = evaluate(translator, test, SearchOptions())
-        console.print(f"{len(test)} numbers that never occurred in training, beam search:")
-        bleu = (
-            f"BLEU {scores.bleu:.1f} ({scores.bleu_signature})"
-            if target == "fr"
-            else "BLEU says nothing of single words"
-        )
-        console.print(f"  {100 * scores.exact:.1f} % translated exactly, chrF {scores.chrf:.1f}, {bleu}\n")
-        for source, translation in list(zip(test.source, translations, strict=True))[:SHOWN]:
-            console.print(f"  {source}\n    -> {translation}")
+    translator = load_translator(folder, device=device)
+    scores, translations = evaluate(translator, test, SearchOptions())
+    console.print(f"{len(test)} numbers that never occurred in training, beam search:")
+    bleu = (
+        f"BLEU {scores.bleu:.1f} ({scores.bleu_signature})" if target == "fr" else "BLEU says nothing of single words"
+    )
+    console.print(f"  {100 * scores.exact:.1f} % translated exactly, chrF {scores.chrf:.1f}, {bleu}\n")
+    for source, translation in list(zip(test.source, translations, strict=True))[:SHOWN]:
+        console.print(f"  {source}\n    -> {translation}")
 
-        save(plot_history({folder.name: read_metrics(folder)}), folder / "history.png")
-        # Short enough for readable labels, long enough to show something.
-        sentence = min((s for s in test.source if len(s.split()) >= 4), key=len)
-        save(attend(translator, sentence).figure(), folder / "attention.png")
-        console.print(
-            f"\nPictures: {folder / 'attention.png'} (where it looked while writing), {folder / 'history.png'}"
-        )
-        command = "fastformer" if shutil.which("fastformer") else sys.argv[0]  # as .venv/bin/fastformer
-        console.print(f'Your turn: {command} translate --run {folder} "ninety-nine thousand eight hundred one"')
+    save(plot_history({folder.name: read_metrics(folder)}), folder / "history.png")
+    # Short enough for readable labels, long enough to show something.
+    sentence = min((s for s in test.source if len(s.split()) >= 4), key=len)
+    save(attend(translator, sentence).figure(), folder / "attention.png")
+    console.print(f"\nPictures: {folder / 'attention.png'} (where it looked while writing), {folder / 'history.png'}")
+    command = "fastformer" if shutil.which("fastformer") else sys.argv[0]  # as .venv/bin/fastformer
+    console.print(f'Your turn: {command} translate --run {folder} "ninety-nine thousand eight hundred one"')
     return scores
-
-
-def _check_folder(folder: Path) -> None:
-    """Raise FileExistsError unless the folder is new, empty or an earlier demo's, finished or killed."""
-    demo_files = {name for each in (*FILES, *PICTURES, DEMO) for name in (each, f".{each}.tmp")}
-    names, mark = {path.name for path in folder.iterdir()} if folder.exists() else set(), folder / DEMO
-    if names <= {LOCK, f".{DEMO}.tmp"}:
-        return
-    if not names <= demo_files or not mark.is_file() or mark.read_bytes() != _MARK:
-        raise FileExistsError(f"{folder} is not empty and not an earlier demo; choose another --run")

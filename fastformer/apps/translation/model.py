@@ -7,19 +7,17 @@ Letters: B batch, T target and S source positions (packed: of all sentences toge
 """
 
 from dataclasses import KW_ONLY, MISSING
-from typing import Literal, get_args, overload
+from typing import Literal, get_args
 
 import torch
 from torch import Tensor, nn
 
 from fastformer.apps.models.common import (
+    check_sequences,
     exported,
     layouts_of,
-    maps_of_each,
     packed_ids,
     real_of,
-    self_attention_maps,
-    sequences_of,
     summed_cross_entropy,
     tie,
 )
@@ -32,7 +30,7 @@ from fastformer.apps.text import Batch, Batches, EncodedPairs
 from fastformer.host.devices import device_of
 from fastformer.nn.layers import TransformerDecoderLayer, TransformerEncoderLayer
 from fastformer.nn.stacks import TransformerDecoder, TransformerEncoder
-from fastformer.packing import Layout, unpack
+from fastformer.packing import Layout
 
 Embeddings = Literal["separate", "tied", "shared"]
 
@@ -155,50 +153,22 @@ class TranslationModel(nn.Module):
         """Project hidden states `[..., D]` to logits `[..., V]`."""
         return self.output(hidden)  # type: ignore[no-any-return]
 
-    @overload
-    def attention_maps(self, source: Tensor, target_in: Tensor) -> dict[str, Tensor]: ...
-
-    @overload
-    def attention_maps(
-        self, source: Tensor, target_in: Tensor, source_lengths: Tensor | Layout, target_lengths: Tensor | Layout
-    ) -> list[dict[str, Tensor]]: ...
-
     @torch.no_grad()
-    def attention_maps(
-        self,
-        source: Tensor,
-        target_in: Tensor,
-        source_lengths: Tensor | Layout | None = None,
-        target_lengths: Tensor | Layout | None = None,
-    ) -> dict[str, Tensor] | list[dict[str, Tensor]]:
-        """Compute every attention weight for one sentence pair, or for each of several; call `.eval()` first.
-
-        In training mode, dropout sets some of them to 0.
+    def attention_maps(self, source: Tensor, target_in: Tensor) -> dict[str, Tensor]:
+        """Compute every attention weight for one sentence pair; call `.eval()` first, or dropout sets some to 0.
 
         Args:
-            source: int64 ids with eos, `[S]`, one sentence; or several, as `forward` takes them.
-            target_in: int64 ids that begin with bos, `[T]`, likewise.
-            source_lengths, target_lengths: the lengths of several sentences, as `forward` takes them.
+            source: int64 ids with eos, `[S]`.
+            target_in: int64 ids that begin with bos, `[T]`.
 
         Returns:
-            "encoder" `[layers, H, S, S]`, "decoder" `[layers, H, T, T]` and "cross" `[layers, H, T, S]`. With lengths,
-            a list with such a dictionary for each of the B pairs, with the S and T of that pair.
-
-        Raises:
-            ValueError: ids have another shape, or source and target differ in their number of sentences.
+            "encoder" `[layers, H, S, S]`, "decoder" `[layers, H, T, T]` and "cross" `[layers, H, T, S]`.
         """
-        ids, keys = sequences_of("source", source, source_lengths)
-        read, queries = sequences_of("target_in", target_in, target_lengths)
-        if keys.batch != queries.batch:
-            raise ValueError(f"source and target_in must be equally many, not {keys.batch} and {queries.batch}")
-        x = self.source_embedding(ids, keys.positions, keys.max_length)
-        memory, encoder = self_attention_maps(self.encoder, x, keys)
-        x = self.target_embedding(read, queries.positions, queries.max_length)
-        masks = {"tgt_key_padding_mask": ~queries.mask(), "memory_key_padding_mask": ~keys.mask()}
-        _, decoder, cross = self.decoder(unpack(x, queries), memory, **masks, tgt_is_causal=True, need_weights=True)
-        each = zip(encoder, maps_of_each(decoder, queries, queries), maps_of_each(cross, queries, keys), strict=True)
-        maps = [dict(zip(("encoder", "decoder", "cross"), three, strict=True)) for three in each]
-        return maps[0] if source_lengths is None and target_lengths is None else maps
+        check_sequences(source=source, target_in=target_in)
+        memory, encoder = self.encoder(self.source_embedding.padded(source[None]), need_weights=True)
+        x = self.target_embedding.padded(target_in[None])
+        _, decoder, cross = self.decoder(x, memory, tgt_is_causal=True, need_weights=True)
+        return {"encoder": encoder[:, 0], "decoder": decoder[:, 0], "cross": cross[:, 0]}
 
 
 def translation_loss(model: TranslationModel, batch: Batch, label_smoothing: float = 0.0) -> Tensor:

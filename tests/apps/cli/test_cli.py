@@ -176,7 +176,7 @@ def test_every_whole_number_is_typed_as_one() -> None:
                 if int in (hint, *get_args(hint)):
                     assert options[0].parser is int_or_text, (command.callback, name)
                     names.append(name)
-    assert {"d_model", "steps", "beam", "top_k", "batch_size", "length", "overlap", "positions"} <= set(names)
+    assert {"d_model", "steps", "beam", "top_k", "batch_size", "length"} <= set(names)
 
 
 def test_standard_input_that_is_not_utf8(run: Path) -> None:

@@ -8,10 +8,7 @@ import torch
 pytest.importorskip("typer", reason="the command line needs the extra `apps`")
 pytest.importorskip("matplotlib", reason="plots need matplotlib")
 
-from matplotlib.figure import Figure
 
-from fastformer.apps.language.run import load_generator
-from fastformer.apps.models.embeddings import sinusoidal_positions
 from fastformer.apps.translation.run import load_translator
 from fastformer.apps.translation.search import SearchOptions
 from fastformer.apps.translation.translator import attend
@@ -79,47 +76,9 @@ def test_plot_attention_of_a_language_model(runs: Path, tmp_path: Path, options:
     assert done.stdout == f"wrote {tmp_path / 'a.png'}\n"
 
 
-def test_plot_positions_of_a_run_draws_what_it_uses(
-    runs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    drawn: list[tuple[torch.Tensor, str]] = []
-
-    def plot_positions(encoding: torch.Tensor, title: str) -> Figure:
-        drawn.append((encoding, title))
-        return Figure()
-
-    monkeypatch.setattr("fastformer.apps.plots.plot_positions", plot_positions)
-    words = load_translator(runs / "words").model
-    language = load_generator(runs / "lm").model
-    sinusoidal = sinusoidal_positions(100, 16)
-    assert words.source_embedding.positions is not None
-    assert words.target_embedding.positions is not None
-    assert language.embedding.positions is not None
-    source, target, one = (
-        each.positions.weight  # type: ignore[union-attr]
-        for each in (words.source_embedding, words.target_embedding, language.embedding)
-    )
-    for options, expected, title in (
-        ("--run words", source, "learned positions of words, source, d_model 16"),
-        ("--run words --side target --length 7", target[:7], "learned positions of words, target, d_model 16"),
-        ("--run lm", one, "learned positions of lm, d_model 16"),
-        ("--run pieces", sinusoidal, "sinusoidal positions of pieces, source, d_model 16"),
-        ("--d-model 16", sinusoidal, "sinusoidal positions, d_model 16"),
-        ("--run pieces --length 700", sinusoidal_positions(700, 16), "sinusoidal positions of pieces, source"),
-    ):
-        done = fastformer("plot", "positions", *options.split(), "--output", str(tmp_path / "p.png"), cwd=runs)
-        assert done.returncode == 0, done.stderr
-        encoding, shown = drawn.pop()
-        assert torch.equal(encoding, expected)
-        assert shown.startswith(title)
-    assert source.shape == (512, 16)
-    assert one.shape == (9, 16)
-
-
 def test_plot_positions_and_history_write_pictures(runs: Path, tmp_path: Path) -> None:
     for command in (
         "positions --d-model 7 --length 5",
-        "positions --run lm",
         "history pieces",
         "history pieces begun words",
     ):
@@ -129,8 +88,8 @@ def test_plot_positions_and_history_write_pictures(runs: Path, tmp_path: Path) -
         (tmp_path / "p.png").unlink()
 
 
-def test_compare_prints_a_table_and_draws_the_curves(runs: Path, tmp_path: Path) -> None:
-    done = fastformer("compare", "pieces", "words", "begun", "--plot", str(tmp_path / "c.png"), cwd=runs)
+def test_compare_prints_a_table(runs: Path) -> None:
+    done = fastformer("compare", "pieces", "words", "begun", cwd=runs)
     assert done.returncode == 0, done.stderr
     rows = {line.strip().rsplit(maxsplit=3)[0]: line.split()[-3:] for line in done.stdout.splitlines()[1:] if line}
     assert done.stdout.splitlines()[0].split() == ["pieces", "words", "begun"]
@@ -143,7 +102,6 @@ def test_compare_prints_a_table_and_draws_the_curves(runs: Path, tmp_path: Path)
         assert float(rows[name][0]) >= 0
     assert "losses and perplexities per token do not compare" in done.stdout
     assert "No metrics yet: begun" in done.stdout
-    assert (tmp_path / "c.png").read_bytes().startswith(PNG)
 
 
 @pytest.mark.parametrize(

@@ -41,17 +41,6 @@ def test_evaluate_prints_perplexity_with_the_counts(folder: Path) -> None:
     assert "(7 predicted, <eos> counted, 1 of them <unk>)" in done.stdout
 
 
-def test_windows_overlap_by_the_option(folder: Path) -> None:
-    (folder / "long.txt").write_text(" ".join(["the cat sees the bird"] * 9) + "\n")
-    command = ("evaluate", "--run", "lm", "--source", "long.txt")
-    plain, none, found = (
-        fastformer(*command, *more, cwd=folder) for more in ((), ("--overlap", "0"), ("--overlap", "6"))
-    )
-    assert found.returncode == 0, found.stderr
-    assert plain.stdout == none.stdout != found.stdout
-    assert re.search(r"\(46 predicted, <eos> counted\); each window rereads 6 tokens$", found.stdout.strip())
-
-
 def test_files_and_flags_fill_in_the_defaults_of_language_models(folder: Path) -> None:
     (folder / "own.toml").write_text("[train]\nlr = 0.01\nwarmup_steps = 3\n")
     command = TRAIN_LM.replace("--warmup-steps 2", "--config own.toml").replace("--label-smoothing 0", "").split()

@@ -102,9 +102,7 @@ def test_an_output_never_replaces_standard_input(runs):
 WRITES = {
     **{name: line for name, line in OUTPUTS.items() if name != "evaluate the run's own"},
     "plot history": "plot history translation --output {}",
-    "plot positions": "plot positions --run translation --output {}",
     "plot attention": "plot attention --run translation --source the --output {}",
-    "compare": "compare translation language --plot {}",
 }
 
 

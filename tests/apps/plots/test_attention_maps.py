@@ -10,12 +10,10 @@ from fastformer.apps.classification.model import SequenceClassifier, TokenClassi
 from fastformer.apps.language.text_generator import TextGenerator, attend_text
 from fastformer.apps.plots.attention_maps import attend_ids
 from fastformer.apps.text import WordTokenizer
-from fastformer.packing import Layout
 from tests.support import single_stack, translation_task
 from tests.support.attention_weights import weights_of
 from tests.support.language_task import random_model
 from tests.support.single_stack import TorchTwin
-from tests.support.translation_task import random_ids
 
 VARIANTS = {
     "pre-norm": {},
@@ -50,49 +48,6 @@ def test_of_one_sequence_are_those_of_torchs_layers(variant):
         assert (maps.weights.triu(1).abs().max() == 0) == (number == 0)  # causal
         torch.testing.assert_close(maps.weights, weights_of_torch(twin), atol=1e-5, rtol=1e-5)
         assert not maps.weights.requires_grad
-
-
-LENGTHS = [5, 1, 8, 3]
-
-
-@pytest.mark.parametrize("variant", VARIANTS)
-@pytest.mark.parametrize("padded", [False, True])
-def test_of_several_texts_are_those_of_each(variant, padded):
-    """Packed, padded and by their layout: no text sees another, or padding."""
-    generator = torch.Generator().manual_seed(0)
-    texts = [torch.tensor(random_ids(n, generator, 12)) for n in LENGTHS]
-    lengths = torch.tensor(LENGTHS)
-    ids = nn.utils.rnn.pad_sequence(texts, batch_first=True) if padded else torch.cat(texts)
-    for model, _ in models_of(variant):
-        model.double()
-        expected = [model.attention_maps(text) for text in texts]
-        for given in (lengths, Layout.from_lengths(lengths)):
-            found = model.attention_maps(ids, given)
-            assert len(found) == 4
-            for one, other in zip(found, expected, strict=True):
-                torch.testing.assert_close(one, other, atol=1e-12, rtol=0)
-        assert model.attention_maps(ids[:0], torch.tensor([], dtype=torch.int64)) == []
-        some = model.attention_maps(torch.cat(texts[:2]), torch.tensor([5, 0, 1]))
-        assert [tuple(each.shape) for each in some] == [(2, 3, 5, 5), (2, 3, 0, 0), (2, 3, 1, 1)]
-        torch.testing.assert_close(some[2], expected[1], atol=1e-12, rtol=0)
-
-
-@pytest.mark.parametrize("padded", [False, True])
-@pytest.mark.parametrize("norm_first", [False, True])
-def test_of_several_pairs_are_those_of_each(norm_first, padded):
-    model = translation_task.random_model(4, norm_first=norm_first).double()
-    batch = translation_task.random_batch([(4, 6), (1, 2), (7, 1), (3, 3)])
-    sources = batch.source.split(batch.source_lengths.tolist())
-    targets = batch.target_in.split(batch.target_lengths.tolist())
-    given = translation_task.random_batch([(4, 6), (1, 2), (7, 1), (3, 3)], packed=not padded)
-    found = model.attention_maps(given.source, given.target_in, given.source_lengths, given.target_lengths)
-    assert len(found) == 4
-    for maps, source, target in zip(found, sources, targets, strict=True):
-        expected = model.attention_maps(source, target)
-        assert list(maps) == list(expected) == ["encoder", "decoder", "cross"]
-        for name, weights in expected.items():
-            assert weights.shape[-1] == len(target if name == "decoder" else source)
-            torch.testing.assert_close(maps[name], weights, atol=1e-12, rtol=0)
 
 
 def words(context: int = 8, first_id: int | None = None) -> TextGenerator:
@@ -143,12 +98,10 @@ def test_the_figure_has_the_chosen_layers_and_heads():
 
 def test_wrong_arguments():
     model, pairs, ids = random_model(0), translation_task.random_model(0), torch.tensor(IDS)
-    with pytest.raises(ValueError, match=r"ids must be \[T\], one sequence, where no lengths are given, not \[1, 5\]"):
+    with pytest.raises(ValueError, match=r"ids must be \[T\], one sequence, not \[1, 5\]"):
         model.attention_maps(ids[None])
-    with pytest.raises(ValueError, match=r"ids must be packed \[4\] or padded \[2, length\], not \[5\]"):
-        model.attention_maps(ids, torch.tensor([1, 3]))
-    with pytest.raises(ValueError, match="source and target_in must be equally many, not 2 and 1"):
-        pairs.attention_maps(ids, ids, torch.tensor([2, 3]), torch.tensor([5]))
+    with pytest.raises(ValueError, match=r"target_in must be \[T\], one sequence, not \[1, 5\]"):
+        pairs.attention_maps(ids, ids[None])
     with pytest.raises(ValueError, match="a sequence of 5 is longer than max_length, 2"):
         attend_ids(random_model(0, positions="learned", max_positions=2), IDS, TOKENS)
     for given, tokens in (([], []), ([4], []), ([4], ["a", "b"])):

@@ -12,7 +12,6 @@ from fastformer.apps.language.run import LanguageDataConfig, LanguageRun
 from fastformer.apps.runs import run as runs
 from fastformer.apps.text import prepare
 from fastformer.apps.train import Checkpoint, CheckpointError, CheckpointFolder, TrainConfig
-from fastformer.apps.translation import demo
 from fastformer.apps.translation.demo import run_demo
 from tests.apps.runs.test_run_lock import ENVIRONMENT, command, train, words
 from tests.support.command_line import fastformer
@@ -105,12 +104,11 @@ def test_of_two_commands_on_a_new_folder_one_trains(tmp_path: Path, text: Path) 
     assert "training:" not in output
 
 
-def test_a_demo_replaces_a_demo_alone(tmp_path: Path) -> None:
+def test_a_demo_replaces_no_file(tmp_path: Path) -> None:
     folder = write(tmp_path / "demo", {"demo.txt": "my notes"})
-    with pytest.raises(FileExistsError, match="not an earlier demo"):
+    with pytest.raises(FileExistsError, match="choose an empty folder or a new one"):
         run_demo(folder, "fr", "cpu", Console(quiet=True))
     assert contents(folder) == {"demo.txt": b"my notes"}
-    demo._check_folder(write(tmp_path / "earlier", {"demo.txt": demo._MARK.decode(), "config.toml": SETTINGS}))
 
 
 def europarl(folder: Path) -> Path:

@@ -15,11 +15,7 @@ from fastformer.apps.text import (
     encode_documents,
 )
 from fastformer.apps.text.language_batches import (
-    collate_pieces,
-    counted_positions,
     cut_documents,
-    cut_stream,
-    token_stream,
 )
 
 IDS = SpecialIds(unk_id=3, pad_id=0, bos_id=1, eos_id=2)
@@ -55,45 +51,6 @@ def expected_pieces(documents: list[list[int]], context: int) -> list[tuple[list
 
 
 some_documents = st.lists(st.lists(st.integers(2, VOCABULARY - 1), min_size=1, max_size=9), min_size=1, max_size=9)
-
-
-def expected_predictions(ids: list[int], context: int, overlap: int) -> list[tuple[int, int, int]]:
-    """(where its window begins, where it ends, the token) of every prediction of one run of ids, one after another."""
-    found, begin, end = [], 0, context
-    for position in range(len(ids) - 1):
-        if position == end:  # the window is full: the next one begins `overlap` tokens back
-            begin, end = position - overlap, position - overlap + context
-        found.append((begin, position, ids[position + 1]))
-    return found
-
-
-@pytest.mark.parametrize("stream", [False, True], ids=["documents", "stream"])
-@settings(deadline=None)
-@given(some_documents, st.integers(1, 12), st.data())
-def test_overlapping_pieces_predict_every_token_once(stream, documents, context, data):
-    """What each counted prediction sees is what a loop over the tokens, one at a time, says."""
-    overlap = data.draw(st.integers(0, context - 1))
-    encoded = make_documents(documents)
-    if stream:
-        pieces, runs = cut_stream(encoded, context, overlap), [[IDS.eos_id, *token_stream(encoded).tolist()]]
-    else:
-        runs = [[IDS.bos_id, *tokens, IDS.eos_id] for tokens in documents]
-        pieces = cut_documents(encoded, context, overlap)
-    expected = [
-        (run[begin : position + 1], token)
-        for run in runs
-        for begin, position, token in expected_predictions(run, context, overlap)
-    ]
-    order = np.arange(len(pieces))
-    batch = collate_pieces(pieces, order)
-    counted = set(counted_positions(pieces, order).tolist())
-    found, offset = [], 0
-    for read, predicted in pieces_of(batch):
-        assert 0 < len(read) <= context
-        found += [(read[: i + 1], token) for i, token in enumerate(predicted) if offset + i in counted]
-        offset += len(read)
-    assert found == expected
-    assert pieces.predictions == len(counted) == len(expected) == sum(len(run) - 1 for run in runs)
 
 
 @settings(deadline=None)
@@ -139,11 +96,6 @@ def test_bad_arguments():
         ):
             with pytest.raises(ValueError, match=f"^context must be at least 1, not {context}$"):
                 call(context)
-    for overlap in (-1, 4, 5):
-        message = rf"^overlap must be at least 0 and below context \(4\), not {overlap}$"
-        for cut in (cut_documents, cut_stream):
-            with pytest.raises(ValueError, match=message):
-                cut(documents, 4, overlap)
     with pytest.raises(ValueError, match=r"^tokens=7 is less than context=8: a batch must hold at least one piece$"):
         LanguageBatches(documents, context=8, tokens=7)
     assert LanguageBatches(documents, context=8, tokens=8).batches_in(0) == 1

@@ -2,8 +2,8 @@
 
 `bench_*` hold the cases, one file an op, a model or a question. `harness` times and records. `competitors` are the
 other sides, and comparisons with them that cases share. Commands: `codegen` compiles the kernels and counts
-instructions, `host` times calls without a GPU, `tuning` times tiles, `recipes` trains, `lane` runs everything that
-waits for a GPU, `report` writes tables and charts.
+instructions, `host` times calls without a GPU, `tuning` times tiles of attention, `recipes` trains, `lane` runs
+everything that waits for a GPU, `report` writes tables and charts.
 
 On a GPU everything runs on one stream that is not the default one, so that a backward alone can be captured, and four
 flushes of the L2 cache before each call give the host time to queue it (not measured on a GPU). With padding on the

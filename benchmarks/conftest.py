@@ -38,6 +38,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     group.addoption(
         "--record", metavar="FILE", type=Path, help="write each result there (JSON lines) as it is measured"
     )
+    group.addoption("--profile", metavar="DIR", type=Path, help="write a profile of a call of each case there")
     group.addoption(
         "--dry-run", action="store_true", help="check all code on a CPU, tiny shapes; needs TRITON_INTERPRET=1"
     )
@@ -90,7 +91,8 @@ def race(
     enforce, tiny = (bool(request.config.getoption(name)) for name in ("--enforce-goals", "--dry-run"))
     seconds = _QUICK_SECONDS if "quick" in request.node.name else _CPU_SECONDS
     seconds = math.inf if request.config.getoption("--full") else seconds
-    return Race(benchmark, stopwatch, ceilings, record, enforce=enforce, tiny=tiny, seconds=seconds)
+    profiles = request.config.getoption("--profile")
+    return Race(benchmark, stopwatch, ceilings, record, enforce=enforce, tiny=tiny, seconds=seconds, profiles=profiles)
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

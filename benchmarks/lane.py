@@ -1,24 +1,22 @@
 """Run everything that waits for a GPU, in runs of minutes.
 
     python -m benchmarks.lane --only tests --out DIR       # then ops, positions, training, models, compiled
-    python -m benchmarks.lane --minutes 9 --out DIR        # the steps that fit into 9 minutes
-    python -m benchmarks.lane --only layer_norm,profile    # single steps
-    python -m benchmarks.lane --dry-run                    # checks this script on a CPU: tiny shapes, interpreter
+    python -m benchmarks.lane --only layer_norm,tuning     # single steps
     python -m benchmarks.report DIR NAME                   # all runs in DIR as one result
 
-Works from a bare checkout. Each step is a process with a time limit: its own seconds and what earlier steps left over.
-Results of a run go into the new folder DIR/RUN as they are measured: benchmarks-STEP.jsonl, tuning.jsonl, profile.txt,
-and log.txt with the output of the steps. After a failed test step nothing is measured.
+Works from a bare checkout. Each step is a process; its time limit is what is left of the run less the seconds of later
+steps. Results of a run go into the new folder DIR/RUN as they are measured: benchmarks-STEP.jsonl, tuning.jsonl,
+profiles of training steps, and log.txt with the output of the steps. After a failed or cut test step nothing is
+measured.
 
-Exit code: 1 if a test or a correctness gate failed, 2 for invalid arguments, else 0. Without a git history
-FASTFORMER_COMMIT names the commit of the files.
+Exit code: 1 if a step failed or was cut, 2 for invalid arguments, else 0. Without a git history FASTFORMER_COMMIT names
+the commit of the files.
 """
 
 import argparse
 import contextlib
 import importlib.util
 import os
-import re
 import signal
 import subprocess
 import sys
@@ -40,116 +38,78 @@ TESTS = {
 # for tensors, one of them 11 (tests of one `xdist_group` run in one worker): 77 GB in all.
 MOST_WORKERS = 14
 COMPILED = "compile or flex"  # competitors that torch.compile makes, for pytest's -k
-TUNING_SECONDS = 150.0
-DRY_STEPS = ("gpu-tests", "fused-tests", "layer_norm", "profile", "tuning")  # one of each kind
-
-
-def _seconds(cases: int, each: float, kernels: int = 0) -> float:
-    """Return the seconds of a process (15), its cases, and kernels that nothing compiled before."""
-    return 15.0 + cases * each + 1.5 * kernels
-
-
-# Run -> step -> seconds. Estimates, not measured on a GPU. A case of an op takes 0.4 s: 30 rounds of both sides, each
-# after 0.25 ms of cache flushes, products in fp64 for the gate, one in fp32 for the record; more if calls are long.
+TUNING_MINUTES = 2.5
+# Run -> step -> seconds. Estimates, not measured on a GPU: 15 for the process, 0.4 a case of an op (30 rounds of both
+# sides, each after 0.25 ms of cache flushes, products in fp64 for the gate, one in fp32 for the record; more if calls
+# are long), 1.5 a kernel that nothing compiled before, 5 a case that torch.compile compiles.
 PLAN: dict[str, dict[str, float]] = {
-    "tests": {  # 7 minutes; on all cores
-        "gpu-tests": 120.0,  # 200 tests, some of a hundred training steps
-        "fused-tests": 240.0,  # 1,300 tests; 1,500 compilations, a third of attention: 1,500 to 2,100 s of a core
-        "further-tests": 60.0,  # 180 tests
+    "tests": {"gpu-tests": 120, "fused-tests": 240, "further-tests": 60},  # on all cores
+    "ops": {
+        "layer_norm": 91,  # 54 cases, 36 kernels of ours and Liger-Kernel's
+        "dropout_add_layer_norm": 44,
+        "feed_forward": 59,  # up to 13 TFLOP in fp64
+        "cross_entropy": 71,  # up to 5 TFLOP in fp64, and calls of up to 50 ms
+        "ops-compiled": 230,
     },
-    "ops": {  # 8.4 minutes
-        "layer_norm": _seconds(54, 0.4, kernels=36),  # 9 shapes, forward and backward, ours and Liger-Kernel's
-        "dropout_add_layer_norm": _seconds(13, 0.4, kernels=16),
-        "feed_forward": _seconds(23, 1.5, kernels=6),  # up to 13 TFLOP in fp64
-        "cross_entropy": _seconds(31, 1.5, kernels=6),  # up to 5 TFLOP in fp64, and calls of up to 50 ms
-        "ops-compiled": _seconds(43, 5.0),
+    "positions": {"embedding": 20, "rotary": 22, "positions-compiled": 25},
+    "training": {
+        "attention": 235,  # 320 cases up to 16k tokens, 40 kernels
+        "training_step": 120,  # steps of 20 to 60 ms of host time, captures, profiles
+        "packing": 75,
+        "decoding": 82,  # three searches of both sides, and captures
     },
-    "positions": {  # 1.4 minutes
-        "embedding": _seconds(6, 0.4, kernels=2),
-        "rotary": _seconds(6, 0.4, kernels=3),
-        "positions-compiled": _seconds(2, 5.0),
+    "models": {
+        "multihead_attention": 30,
+        "modules": 57,
+        "integrations": 63,
+        "language": 25,
+        "generation": 60,  # a thousand words from the whole prefix
+        "cached_decoding": 23,  # 512 steps of 0.4 ms, some ten times
+        "scaling": 95,
+        "tuning": 15 + 60 * TUNING_MINUTES,
     },
-    "training": {  # 8.5 minutes
-        "attention": _seconds(320, 0.5, kernels=40),  # up to 16k tokens, forward, backward, both
-        "training_step": _seconds(20, 4.0, kernels=10),  # steps of 20 to 60 ms of host time, and captures
-        "packing": _seconds(30, 2.0),
-        "decoding": _seconds(16, 4.0, kernels=2),  # three searches of both sides, and captures
-    },
-    "models": {  # 9.1 minutes
-        "multihead_attention": _seconds(18, 0.5, kernels=4),
-        "modules": _seconds(12, 1.0, kernels=20),
-        "integrations": _seconds(3, 10.0, kernels=6),
-        "language": _seconds(1, 10.0),
-        "generation": _seconds(3, 15.0),  # a thousand words from the whole prefix
-        "cached_decoding": _seconds(2, 4.0),  # 512 steps of 0.4 ms, some ten times
-        "scaling": _seconds(16, 5.0),
-        "profile": _seconds(1, 10.0),
-        "tuning": 15.0 + TUNING_SECONDS,
-    },
-    "compiled": {  # 8.8 minutes
-        "attention-compiled": _seconds(14, 9.0),  # flex_attention with backward
-        "training_step-compiled": _seconds(6, 60.0),  # a model of 6+6 layers with backward
+    "compiled": {
+        "attention-compiled": 141,  # flex_attention with backward
+        "training_step-compiled": 375,  # a model of 6+6 layers with backward takes a minute to compile
     },
 }
 
 
-def chosen_steps(only: str | None, dry: bool) -> dict[str, float]:
+def chosen_steps(only: str | None) -> dict[str, float]:
     """Return the seconds of the steps of some runs, or of some steps, in the order of the plan.
 
     Raises:
         ValueError: a name is unknown.
     """
-    names = [*PLAN] if only is None else only.split(",")
+    names = {*PLAN} if only is None else {*only.split(",")}
     every = {step: seconds for steps in PLAN.values() for step, seconds in steps.items()}
-    if unknown := [name for name in names if name not in PLAN and name not in every]:
+    if unknown := sorted(names - {*PLAN, *every}):
         raise ValueError(f"--only: unknown {unknown[0]!r}; known runs: {', '.join(PLAN)}; steps: {', '.join(every)}")
-    chosen = {*names}.union(*(PLAN[name] for name in names if name in PLAN))
-    return {step: every[step] for step in every if step in chosen and (step in DRY_STEPS or not dry)}
+    chosen = names.union(*(PLAN[name] for name in names if name in PLAN))
+    return {step: seconds for step, seconds in every.items() if step in chosen}
 
 
-def command_of(step: str, out: Path, dry: bool) -> list[str]:
+def command_of(step: str, out: Path) -> list[str]:
     """Return the command of a step whose results go into a folder."""
-    module, flag = [sys.executable, "-m"], ["--dry-run"] if dry else []
-    if step == "profile":
-        return [*module, "benchmarks.host", "--profile", str(out / "profile.txt"), *flag]
+    module = [sys.executable, "-m"]
     if step == "tuning":
-        limits = ["--minutes", f"{TUNING_SECONDS / 60:g}", "--out", str(out / "tuning.jsonl")]
-        return [*module, "benchmarks.tuning", *limits, *flag]
-    pytest = [
-        *module,
-        "pytest",
-        *["--show-capture=no", "--color=no", "-p", "no:cacheprovider", "--durations=3", "--tb=short"],
-    ]
+        return [*module, "benchmarks.tuning", "--minutes", str(TUNING_MINUTES), "--out", str(out / "tuning.jsonl")]
+    pytest = [*module, "pytest", "--show-capture=no", "--color=no", "-p", "no:cacheprovider", "--tb=short"]
     if step in TESTS:
-        return pytest + _test_files(step, dry)
+        files = {path for pattern in TESTS[step] for path in (ROOT / "tests").rglob(pattern)}
+        workers = str(min(os.cpu_count() or 1, MOST_WORKERS))
+        jobs = ["-n", workers, "--dist", "loadgroup"] if importlib.util.find_spec("xdist") else []
+        marked = ["-m", "gpu"] * (step == "gpu-tests")
+        return [*pytest, *jobs, *marked, *sorted(str(path.relative_to(ROOT)) for path in files)]
     run, _, compiled = step.partition("-")
-    files = [f"benchmarks/bench_{each}.py" for each in PLAN.get(run, [run]) if "-" not in each]
-    chosen = ["--competitor", "eager"] if dry else ["-k", COMPILED if compiled else f"not ({COMPILED})"]
-    record = ["--record", str(out / f"benchmarks-{step}.jsonl")]
-    return [*pytest, *files, "--benchmark-only", "--benchmark-columns=median", *chosen, *record, *flag]
+    files_of_run = [f"benchmarks/bench_{each}.py" for each in PLAN.get(run, [run]) if "-" not in each]
+    options = ["--benchmark-only", "--benchmark-columns=median", "--record", str(out / f"benchmarks-{step}.jsonl")]
+    options += ["-k", COMPILED if compiled else f"not ({COMPILED})"]
+    options += ["--profile", str(out / "profiles")] if step == "training_step" else []
+    return [*pytest, *files_of_run, *options]
 
 
-def _test_files(step: str, dry: bool) -> list[str]:
-    """Return pytest's arguments for a step of tests, on all cores."""
-    if dry and step == "fused-tests":
-        return ["tests/kernels/test_fused_norms.py", "-k", "value"]
-    files = {path for pattern in TESTS[step] for path in (ROOT / "tests").rglob(pattern)}
-    workers = min(os.cpu_count() or 1, MOST_WORKERS)
-    parallel = importlib.util.find_spec("xdist") is not None and not dry
-    jobs = ["-n", str(workers), "--dist", "loadgroup"] if parallel else []
-    return jobs + ["-m", "gpu"] * (step == "gpu-tests") + sorted(str(path.relative_to(ROOT)) for path in files)
-
-
-def _pytest_counts(log: Path, begin: int) -> str:
-    """Return the counts in pytest's last line, such as "1 failed, 5 passed"."""
-    with log.open("rb") as file:
-        file.seek(begin)
-        text = file.read().decode(errors="replace")
-    lines = [line for line in text.splitlines() if re.search(r"\d+ (?:failed|errors?|passed|skipped)\b.* in ", line)]
-    return lines[-1].strip("= ") if lines else ""
-
-
-def run_command(command: Sequence[str], seconds: float, log: Path, grace: float = 5.0, **environment: str) -> str:
+def run_command(command: Sequence[str], seconds: float, log: Path, grace: float = GRACE, **environment: str) -> str:
     """Run a command and append its output to a log.
 
     After `seconds` the command is interrupted (SIGINT), so that it can write its results. After `grace` more seconds it
@@ -180,61 +140,50 @@ def run_command(command: Sequence[str], seconds: float, log: Path, grace: float 
         process.wait()
 
 
-def run_steps(steps: dict[str, float], seconds: float, out: Path, dry: bool) -> bool:
-    """Run the steps one after another; print the state of each. Return whether all tests and gates passed."""
-    # Without TRITON_INTERPRET=0, tests take a machine without /dev/nvidiactl for one without a GPU.
-    environment = {"TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": ""} if dry else {"TRITON_INTERPRET": "0"}
-    end, log = time.monotonic() + seconds, out / "log.txt"
-    log.touch()
+def run_steps(steps: dict[str, float], out: Path) -> bool:
+    """Run the steps one after another; print the state and the last line of each. Return whether all ended well."""
+    end, log = time.monotonic() + sum(steps.values()), out / "log.txt"
     passed = tests_passed = True
-    waiting = dict(steps)
-    for step, own in steps.items():
-        del waiting[step]
-        left = end - time.monotonic() - GRACE
-        later = sum(other for other in waiting.values() if other <= left - own)
+    waiting = [*steps]
+    for step in steps:
+        waiting.remove(step)
         if not tests_passed and step not in TESTS:
             print(f"{step}: left out, tests failed", flush=True)
-        elif left < own:
-            print(f"{step}: left out, {left:.0f} s were left", flush=True)
-        else:
-            begin, place = time.monotonic(), log.stat().st_size
-            command = command_of(step, out, dry)
-            state = run_command(command, max(own, left - later), log, GRACE, **environment)
-            counts = _pytest_counts(log, place) if "pytest" in command else ""
-            good = state == "done" or state.endswith("exit code 5") or (state[:3] == "cut" and "failed" not in counts)
-            passed &= good or "pytest" not in command
-            tests_passed &= step not in TESTS or good
-            print(f"{step}: {state}, {time.monotonic() - begin:.0f} s; {counts}", flush=True)
+            continue
+        begin = time.monotonic()
+        limit = max(1.0, end - begin - sum(steps[later] for later in waiting))
+        # Without TRITON_INTERPRET=0, tests take a machine without /dev/nvidiactl for one without a GPU.
+        state = run_command(command_of(step, out), limit, log, TRITON_INTERPRET="0")
+        passed &= state == "done"
+        tests_passed &= state == "done" or step not in TESTS
+        last = log.read_text(encoding="utf-8", errors="replace").rstrip().rpartition("\n")[2]
+        print(f"{step}: {state}, {time.monotonic() - begin:.0f} s; {last.strip('= ')}", flush=True)
     return passed
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the steps."""
     parser = argparse.ArgumentParser("python -m benchmarks.lane", description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--minutes", type=float, help="all steps together (default: the seconds of the plan)")
     parser.add_argument("--out", type=Path, metavar="DIR", help="folder of the runs (default: a new one, printed)")
     parser.add_argument("--only", metavar="NAME,...", help=f"runs ({', '.join(PLAN)}) or their steps")
-    parser.add_argument("--dry-run", action="store_true", help="check this script on a CPU with tiny shapes")
     options = parser.parse_args(arguments)
-    if options.minutes is not None and not options.minutes > 0:
-        parser.error(f"--minutes is {options.minutes:g}; allowed is more than 0")
     try:
         commit = environment.commit()
-        steps = chosen_steps(options.only, options.dry_run)
+        steps = chosen_steps(options.only)
     except ValueError as error:
         parser.error(str(error))
     out = (options.out or Path(tempfile.mkdtemp(prefix="lane-"))).resolve() / (options.only or "all")
     if out.exists():
         parser.error(f"--out: {out} exists; nothing there is overwritten")
-    if not options.dry_run:
-        import torch
+    import torch
 
-        if not torch.cuda.is_available():
-            parser.error("no CUDA device here; --dry-run checks this script without one")
+    if not torch.cuda.is_available():
+        parser.error("no CUDA device here; `pytest benchmarks --benchmark-only --dry-run` checks the code without one")
     out.mkdir(parents=True)
-    seconds = 60 * options.minutes if options.minutes else sum(steps.values()) + GRACE + len(steps)
-    print(f"{seconds / 60:.1f} minutes for {', '.join(steps)}; commit {commit}; results in {out}", flush=True)
-    return 0 if run_steps(steps, seconds, out, options.dry_run) else 1
+    print(
+        f"{sum(steps.values()) / 60:.1f} minutes for {', '.join(steps)}; commit {commit}; results in {out}", flush=True
+    )
+    return 0 if run_steps(steps, out) else 1
 
 
 if __name__ == "__main__":

@@ -1,8 +1,7 @@
 """Train recipes for several seeds under a time limit, evaluate them, and compare the scores with goals.
 
     python -m benchmarks.recipes --recipe recipes/multi30k-en-de-gpu.toml --data FOLDER --minutes 9 --out DIR
-    python -m benchmarks.recipes --recipe recipes/*-gpu.toml --data FOLDER --dry-run      # tiny models, on a CPU
-    python -m benchmarks.recipes ... -- --batch-tokens 8192                          # options of `fastformer train`
+    python -m benchmarks.recipes ... -- --batch-tokens 8192                   # options of `fastformer train`
 
 FOLDER holds the published files of the dataset, or folders of them. A seed is `fastformer train`, then `fastformer
 evaluate`; `--at-once` seeds run in parallel. On a GPU a short training of each recipe runs first, because it fills the
@@ -26,9 +25,8 @@ import time
 import tomllib
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from benchmarks.harness import environment
 from benchmarks.lane import run_command
@@ -42,16 +40,10 @@ GOALS: Mapping[str, Sequence[tuple[str, str, float]]] = {
     "multi30k-en-fr-gpu": (("BLEU, Moses tokens", MIN, 61.5),),
     "wikitext2-word-gpu": (("perplexity", MAX, 80), ("training seconds", MAX, 300)),
 }
-TINY = "--d-model 16 --heads 2 --feed-forward 32 --warmup-steps 2 --precision fp32 --log-every 2 --batch-tokens 999"
-TINY_KINDS = {
-    "translation": "--encoder-layers 1 --decoder-layers 1 --vocabulary 600 --bleu-sentences 4 --average 1",
-    "language": "--layers 1 --vocabulary 600 --context 64",
-}
 _SCORE = re.compile(r"^(BLEU|chrF|perplexity) ([\d.,]+)", re.MULTILINE)
 
 
-@dataclass(frozen=True)
-class Recipe:
+class Recipe(NamedTuple):
     """A file of settings, and the folder of its dataset."""
 
     path: Path
@@ -59,8 +51,8 @@ class Recipe:
     dataset: str | None = None
 
     @property
-    def kind(self) -> str:
-        return str(self.settings.get("run", {}).get("kind", "translation"))
+    def is_language(self) -> bool:
+        return bool(self.settings.get("run", {}).get("kind") == "language")
 
     @property
     def seconds(self) -> float:
@@ -92,32 +84,34 @@ class Session:
     """Trainings of one call of the command, until a moment of `time.monotonic`."""
 
     def __init__(self, options: argparse.Namespace, out: Path, train_options: Sequence[str]) -> None:
+        import torch
+
         self.options, self.out, self.train_options = options, out, train_options
         self.end: float = time.monotonic() + 60 * options.minutes
         self.log = out / "log.txt"
+        self.gpu = torch.cuda.is_available() and options.device != "cpu"
+        self.machine = environment.facts(torch.device("cuda" if self.gpu else "cpu"))
 
     def left(self) -> float:
         return self.end - time.monotonic() - GRACE
 
     def train(self, recipe: Recipe, run: Path, *more: str) -> str:
         """Train a recipe into a run folder; return the state of the command."""
-        command = [sys.executable, "-m", "fastformer", "train", *(["lm"] if recipe.kind == "language" else [])]
+        command = [sys.executable, "-m", "fastformer", "train", *(["lm"] if recipe.is_language else [])]
         command += ["--config", str(recipe.path), "--run", str(run), "--device", self.options.device]
         command += [] if recipe.dataset is None else ["--dataset", recipe.dataset]
-        tiny = f"{TINY} {TINY_KINDS[recipe.kind]} --steps 4 --validate-every 4".split() if self.options.dry_run else []
-        return run_command([*command, *tiny, *self.train_options, *more], max(1.0, self.left()), self.log, GRACE)
+        return run_command([*command, *self.train_options, *more], max(1.0, self.left()), self.log, GRACE)
 
     def evaluate(self, recipe: Recipe, run: Path) -> dict[str, float]:
         """Return the scores of a run on its test set."""
-        translations = run.with_suffix(".txt")
-        arguments = ["--beam", str(self.options.beam), "--output", str(translations)]
-        output = run.with_suffix(".scores")
+        translations, output = run.with_suffix(".txt"), run.with_suffix(".scores")
         command = [sys.executable, "-m", "fastformer", "evaluate", "--run", str(run), "--device", self.options.device]
-        command += arguments if recipe.kind == "translation" else []
+        if not recipe.is_language:
+            command += ["--beam", str(self.options.beam), "--output", str(translations)]
         run_command(command, max(1.0, self.left() + GRACE), output)
         matches = _SCORE.findall(output.read_text(encoding="utf-8"))
         scores = {name: float(value.replace(",", "")) for name, value in matches}
-        if recipe.kind == "translation" and recipe.dataset and translations.is_file():
+        if not recipe.is_language and recipe.dataset and translations.is_file():
             scores |= moses_bleu(translations, Path(recipe.dataset), recipe.settings["data"]["target"])
         return scores
 
@@ -130,23 +124,15 @@ class Session:
             return f"{run.name}: left out, {self.left():.0f} s were left"
         begin = time.monotonic()
         state = self.train(recipe, run, "--seed", str(seed))
-        row: dict[str, Any] = {"recipe": recipe.path.stem, "seed": seed, "state": state}
-        row |= {"options": list(self.train_options), "at once": self.options.at_once, "dry run": self.options.dry_run}
-        row |= {"machine": machine(self.options.device), "training seconds": time.monotonic() - begin}
+        row: dict[str, Any] = {"recipe": recipe.path.stem, "seed": seed, "state": state, "machine": self.machine}
+        row |= {"options": list(self.train_options), "at once": self.options.at_once}
+        row["training seconds"] = time.monotonic() - begin
         if (run / "metrics.jsonl").is_file():
             row |= speed(run / "metrics.jsonl") | self.evaluate(recipe, run)
         row["goals"] = judged(recipe.path.stem, row)
         with (self.out / "record.jsonl").open("a", encoding="utf-8") as file:
             file.write(json.dumps(row) + "\n")
         return f"{run.name}: {state}"
-
-
-def machine(device: str) -> dict[str, str]:
-    """Return the facts of the machine, the GPU included."""
-    import torch
-
-    gpu = torch.cuda.is_available() and device != "cpu"
-    return environment.facts(torch.device("cuda" if gpu else "cpu"))
 
 
 def speed(metrics: Path) -> dict[str, float]:
@@ -187,23 +173,15 @@ def judged(recipe: str, row: Mapping[str, Any]) -> dict[str, bool]:
 
 
 def summary(record: Path) -> list[str]:
-    """Return one line a seed, then for each recipe the mean and deviation of its values, and its goals."""
+    """Return mean and deviation of each value of a recipe over its seeds, and how many seeds reach each goal."""
     rows = [json.loads(line) for line in record.read_text(encoding="utf-8").splitlines()] if record.is_file() else []
     lines: list[str] = []
     for recipe in dict.fromkeys(row["recipe"] for row in rows):
         group = [row for row in rows if row["recipe"] == recipe]
-        numbers = {name for row in group for name, value in row.items() if isinstance(value, float)}
-        for row in group:
-            values = ", ".join(f"{name} {row[name]:,.2f}" for name in sorted(numbers) if name in row)
-            lines.append(f"{recipe}, seed {row['seed']}: {row['state']}; {values}")
-        if len(group) > 1:
-            columns = {name: [row[name] for row in group if name in row] for name in sorted(numbers)}
-            means = [
-                f"{name} {statistics.mean(values):,.2f} ± {statistics.stdev(values):.2f}"
-                for name, values in columns.items()
-                if len(values) > 1
-            ]
-            lines.append(f"{recipe}, mean: {', '.join(means)}")
+        for name in sorted({name for row in group for name, value in row.items() if isinstance(value, float)}):
+            values = [row[name] for row in group if name in row]
+            deviation = f" ± {statistics.stdev(values):.2f}" if len(values) > 1 else ""
+            lines.append(f"{recipe}, {name}: {statistics.mean(values):,.2f}{deviation}, {len(values)} seeds")
         for goal in dict.fromkeys(goal for row in group for goal in row["goals"]):
             held = [row["goals"][goal] for row in group if goal in row["goals"]]
             lines.append(f"{recipe}, goal {goal}: reached by {sum(held)} of {len(held)}")
@@ -221,7 +199,6 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     add("--out", type=Path, help="folder of the results (default: a new one, printed)")
     add("--device", default="auto", help="default: a GPU if there is one")
     add("--beam", type=int, default=5, help="for the translation of the test set (default: 5)")
-    add("--dry-run", action="store_true", help="check command and recipes on a CPU: tiny models, four steps")
     options = parser.parse_args(arguments)
     try:
         options.seeds = sorted({int(seed) for seed in options.seeds.split(",")})
@@ -229,8 +206,6 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
         parser.error(f"--seeds is {options.seeds!r}; allowed are whole numbers such as 1,2,3")
     if not options.minutes > 0 or options.at_once < 1:
         parser.error("--minutes must be above 0, --at-once 1 or more")
-    if options.dry_run:
-        options.device = "cpu"
     return options
 
 
@@ -240,19 +215,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
     place = given.index("--") if "--" in given else len(given)
     options, train_options = parse(given[:place]), given[place + 1 :]
     try:
-        environment.commit()
         out = (options.out or Path(tempfile.mkdtemp(prefix="recipes-"))).resolve()
         out.mkdir(parents=True, exist_ok=True)
+        session = Session(options, out, train_options)
         recipes = [read_recipe(path, options.data, out) for path in options.recipe]
     except (ValueError, OSError, ImportError) as error:
         print(f"error: {' '.join(str(error).splitlines())}", file=sys.stderr)
         return 2
-    session = Session(options, out, train_options)
     print(f"results in {out}", flush=True)
-    if "gpu" in machine(options.device):
-        for recipe in recipes:
-            with tempfile.TemporaryDirectory() as folder:
-                session.train(recipe, Path(folder) / "run", "--steps", "30", "--validate-every", "30", "--average", "1")
+    for recipe in recipes if session.gpu else ():
+        with tempfile.TemporaryDirectory() as folder:
+            session.train(recipe, Path(folder) / "run", "--steps", "30", "--validate-every", "30", "--average", "1")
     states = []
     with ThreadPoolExecutor(options.at_once) as threads:
         jobs = [threads.submit(session.seed, recipe, seed) for recipe in recipes for seed in options.seeds]

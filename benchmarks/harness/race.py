@@ -9,12 +9,14 @@ on. If fastformer is wrong, the case fails.
 """
 
 import math
+import re
 import statistics
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
+from unittest import mock
 
 import pytest
 import torch
@@ -22,6 +24,7 @@ from torch import Tensor
 
 from benchmarks.harness.clock import Call, Ceilings, Stopwatch, Work, matmul_rate, saved_for_backward
 from benchmarks.harness.record import Record, Row
+from fastformer.host import autograd_function
 
 Direction = Literal["forward", "backward", "both"]
 DIRECTIONS: tuple[Direction, ...] = ("forward", "backward", "both")
@@ -98,6 +101,7 @@ class Race:
         enforce: bool,
         tiny: bool,
         seconds: float = math.inf,
+        profiles: Path | None = None,
     ) -> None:
         """See the fixture `race`.
 
@@ -105,9 +109,10 @@ class Race:
             enforce: fail if a ratio is below its goal.
             tiny: run the code once on small shapes, time nothing.
             seconds: of the rounds of a case on a CPU; there are fewer rounds than asked for if they take longer.
+            profiles: folder for a profile of a call of fastformer.
         """
         self.benchmark, self.watch, self.ceilings, self.record = benchmark, watch, ceilings, record
-        self.seconds = seconds
+        self.seconds, self.profiles = seconds, profiles
         self.enforce, self.tiny = enforce, tiny
         self.device = watch.device
         self.gates: dict[str, float] = {}
@@ -250,6 +255,8 @@ class Race:
         assert self.gates or self.fault, "a speed counts only after a gate"
         watch = self.watch
         fields |= self._memory(ours, theirs)
+        if self.profiles is not None:
+            self._profile(case, ours.run, self.profiles)
         if self.tiny:
             ours.run()
             if self.fault is None:
@@ -298,6 +305,23 @@ class Race:
         row = self._add(case, theirs.name, self.fault or "measured", matmul_rate=rate, goal=goal, **fields)
         if self.enforce and row.missed:
             pytest.fail(f"{case}: {row.ratio:.2f} times {theirs.name}, the goal is {goal}")
+
+    def _profile(self, case: str, run: Call, folder: Path) -> None:
+        """Write where the time of a call goes.
+
+        Fused ops take their fast path: under a profiler they would go through the dispatcher. Their launches are in the
+        table, their names are not.
+        """
+        run()  # compiles
+        unseen = mock.patch.object(autograd_function, "profiling", return_value=False)
+        with torch.profiler.profile() as profile, unseen:
+            run()
+            if self.watch.on_gpu:
+                torch.cuda.synchronize()
+        order = "self_cuda_time_total" if self.watch.on_gpu else "self_cpu_time_total"
+        text = profile.key_averages().table(sort_by=order, row_limit=40, max_name_column_width=60)
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / f"{re.sub('[^a-z0-9]+', '-', case.lower())}.txt").write_text(text, encoding="utf-8")
 
     def _memory(self, *sides: Contender) -> dict[str, Any]:
         """Return the bytes that both sides save for backward, and on a GPU their peaks; nothing if one is wrong."""

@@ -1,7 +1,6 @@
 """What a call costs the host: ours against torch's own, on tensors so small that computing them takes nothing.
 
-    python -m benchmarks.host                 # microseconds of process CPU time, best of 40 rounds; launches of a step
-    python -m benchmarks.host --profile FILE  # where the time of a training step goes, on a GPU
+    python -m benchmarks.host         # microseconds of process CPU time, best of 40 rounds; launches of a step
 
 A GPU waits for the host where its own work is shorter: at batches below some 4,000 tokens of the base model. Needs no
 GPU (`null_driver`); torch's side then has a CPU's tiny kernels in place of launches, which take about as long. Where a
@@ -12,11 +11,8 @@ import argparse
 import sys
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from functools import partial
-from pathlib import Path
 from typing import NamedTuple
-from unittest.mock import patch
 
 import torch
 import torch.nn.functional as F
@@ -26,7 +22,7 @@ import fastformer
 from benchmarks.competitors.training import training_step
 from benchmarks.competitors.tutorials import TorchTranslation
 from benchmarks.harness.clock import Call
-from benchmarks.harness.lengths import VOCABULARY, random_pairs, typical_batch
+from benchmarks.harness.lengths import VOCABULARY, random_pairs
 from benchmarks.host import null_driver
 from fastformer import functional
 from fastformer.apps.text import Batch, collate
@@ -34,7 +30,6 @@ from fastformer.apps.train import Processes, TrainConfig
 from fastformer.apps.train.graphs import GraphedUpdate
 from fastformer.apps.train.update import Update
 from fastformer.apps.translation.model import TranslationConfig, TranslationModel, translation_loss
-from fastformer.host import autograd_function
 from fastformer.host.cuda_graphs import Recorder
 from fastformer.packing import Layout
 
@@ -192,50 +187,11 @@ def _microseconds(*runs: Call) -> list[float]:
     return least
 
 
-def profile_training_step(device: str) -> str:
-    """Return a profile of forward, backward and AdamW on a random batch of 128 sentences, in bf16 on a GPU.
-
-    Fused ops take their fast path as in training: under a profiler they would go through the dispatcher. Their launches
-    are in the table, their names are not. On a CPU the model and the batch are tiny.
-    """
-    gpu = device == "cuda"
-    config = TranslationConfig(VOCABULARY, VOCABULARY)
-    if not gpu:
-        config = replace(config, d_model=D, heads=H, feed_forward=64, encoder_layers=1, decoder_layers=1)
-    model = TranslationModel(config).to(device)
-    batch = (typical_batch("random")[0] if gpu else collate(random_pairs(4))).to(device)
-
-    def loss() -> Tensor:
-        with torch.autocast(device, torch.bfloat16, enabled=gpu):
-            return translation_loss(model, batch, 0.1)
-
-    step = training_step(model, loss, batch)
-    kinds = torch.profiler.ProfilerActivity
-    unseen = patch.object(autograd_function, "profiling", lambda: False)
-    with fastformer.backend("triton"):
-        for _ in range(3 if gpu else 1):
-            step()
-        with torch.profiler.profile(activities=[kinds.CPU, kinds.CUDA] if gpu else [kinds.CPU]) as profile, unseen:
-            step()
-            if gpu:
-                torch.cuda.synchronize()
-    order = "self_cuda_time_total" if gpu else "self_cpu_time_total"
-    table = profile.key_averages().table(sort_by=order, row_limit=40, max_name_column_width=60)
-    return f"training step, {batch.tokens} target tokens:\n{table}\n"
-
-
 def main(arguments: Sequence[str] | None = None) -> int:
     """Print the table."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.host", description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--only", default="", metavar="TEXT", help="cases whose name contains it")
-    parser.add_argument("--profile", type=Path, metavar="FILE", help="write a profile of a training step on a GPU")
-    parser.add_argument("--dry-run", action="store_true", help="with --profile, on a CPU with a tiny model")
     options = parser.parse_args(arguments)
-    if options.profile is not None:
-        if not options.dry_run and not torch.cuda.is_available():
-            parser.error("--profile needs a CUDA device; --dry-run checks it without one")
-        options.profile.write_text(profile_training_step("cpu" if options.dry_run else "cuda"), encoding="utf-8")
-        return 0
     null_driver.install()
     fastformer.set_backend("triton")
     torch.manual_seed(0)

@@ -2,13 +2,15 @@
 
 import gc
 import json
+import re
 import weakref
+from types import SimpleNamespace
 
 import pytest
 import torch
 from torch import Tensor
 
-from benchmarks.conftest import table
+from benchmarks.conftest import pytest_configure, table
 from benchmarks.harness.clock import Work, saved_for_backward
 from benchmarks.harness.race import Contender, Op, Race
 from benchmarks.harness.record import Record, Row
@@ -194,11 +196,19 @@ def test_rows_are_written_when_they_exist(race, tmp_path):
 LAYER_NORM = ("benchmarks/bench_layer_norm.py", "--benchmark-only")
 
 
-@pytest.mark.slow
-def test_an_unknown_competitor_is_named_with_those_that_are_known():
-    done = pytest_benchmarks(*LAYER_NORM, "--competitor", "eager,egaer")
-    assert done.returncode == pytest.ExitCode.USAGE_ERROR
-    assert "--competitor: unknown competitor 'egaer'; known: eager, compile," in done.stderr
+@pytest.mark.parametrize(
+    ("option", "message"),
+    [
+        ({"--competitor": "eager,egaer"}, "--competitor: unknown competitor 'egaer'; known: eager, compile,"),
+        ({"--record": "run.jsonl"}, "FASTFORMER_COMMIT: the commit is ''"),
+        ({"--dry-run": True}, "set TRITON_INTERPRET=1"),
+    ],
+)
+def test_bad_options_are_named_before_anything_is_measured(option, message, monkeypatch):
+    monkeypatch.setenv("FASTFORMER_COMMIT", "")
+    monkeypatch.setenv("TRITON_INTERPRET", "0")
+    with pytest.raises(pytest.UsageError, match=re.escape(message)):
+        pytest_configure(SimpleNamespace(getoption=option.get))
 
 
 @pytest.mark.slow
@@ -208,13 +218,6 @@ def test_without_a_gpu_one_line_says_what_was_skipped():
     done = pytest_benchmarks(*LAYER_NORM, "--competitor", "eager", "-k", "quick")
     assert done.returncode == 0
     assert "\n6 cases need a CUDA device and were skipped" in done.stdout
-
-
-@pytest.mark.slow
-def test_a_dry_run_needs_the_interpreter():
-    done = pytest_benchmarks(*LAYER_NORM, "--dry-run", TRITON_INTERPRET="0")
-    assert done.returncode == pytest.ExitCode.USAGE_ERROR
-    assert "set TRITON_INTERPRET=1" in done.stderr
 
 
 @pytest.mark.parametrize("fails", [False, True])

@@ -161,7 +161,7 @@ def test_no_folder_has_more_than_25_files(folder):
 
 
 # Packages of benchmarks/; each imports only from packages before it.
-BENCHMARKS = ({"codegen", "harness"}, {"competitors"}, {"host", "report", "tuning"})
+BENCHMARKS = ({"codegen", "harness"}, {"competitors"}, {"host"})
 
 
 def test_a_package_of_the_benchmarks_imports_only_from_layers_below():

@@ -1,1 +1,0 @@
-"""Each kernel's tile against its neighbours: `python -m benchmarks.tuning`."""

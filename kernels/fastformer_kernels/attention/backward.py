@@ -133,7 +133,7 @@ def _attention_keys_values(
             if HAS_DWEIGHTS:
                 dp += weight_gradient(dweights_head, stride_dweights_t, rows[None, :], columns[:, None], T, last_key)
             keys = row_keys(tl.load(seed_ptr), rows, b * H + h) if HAS_DROPOUT else rows
-            kept, ds = score_gradient(
+            dropped_p, ds = score_gradient(
                 dots, dp, lse[None, :], logarithm[None, :], delta[None, :], rows[None, :], low[:, None], high[:, None],
                 (j < full_begin) | (j >= full_end), rows[None, :], columns[:, None],
                 keys[None, :], key_mask_ptr, mask_head, stride_mask_t, stride_mask_s, bias_head, masked_rows,
@@ -142,7 +142,7 @@ def _attention_keys_values(
                 (ADD_DQ and MASK == 0) or spread, STRAIGHT, False, MASK, HAS_SOFTCAP, HAS_DROPOUT,
             )  # fmt: skip
             ds = through_cap(ds, dots, scale, softcap, HAS_SOFTCAP)
-            dv = tl.dot(kept.to(dout.dtype), dout, dv, input_precision=PRECISION, out_dtype=tl.float32)
+            dv = tl.dot(dropped_p.to(dout.dtype), dout, dv, input_precision=PRECISION, out_dtype=tl.float32)
             dk = tl.dot(ds.to(q.dtype), q, dk, input_precision=PRECISION, out_dtype=tl.float32)
             if ADD_DQ:
                 dq = tl.dot(tl.trans(ds.to(k.dtype)), k, input_precision=PRECISION, out_dtype=tl.float32)

@@ -19,7 +19,7 @@ def _attention_delta(
     H: tl.constexpr, V: tl.constexpr, PACKED: tl.constexpr, HAS_BOUNDS: tl.constexpr, HAS_ADDED: tl.constexpr,
     ALIGN: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_T: tl.constexpr,
 ):  # fmt: skip
-    """delta, 0 for padded queries: `[BLOCK_T]` rows of one head."""
+    """Compute delta of `[BLOCK_T]` rows of one head, 0 for padded queries."""
     tile, b, h = tl.program_id(0) % tiles, tl.program_id(0) // tiles // H, tl.program_id(0) // tiles % H
     q_base, last_query, _, _, _, _, _ = load_bounds(bounds_ptr, b, T, T, 0, HAS_BOUNDS)
     end_row = last_query if PACKED else T

@@ -55,7 +55,7 @@ def _dots(
     ALIGN: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """Multiply the queries with tile j of the keys: `[BLOCK_T, BLOCK_S]`. What is not real counts as 0."""
+    """Multiply the queries with tile j of the keys: `[BLOCK_T, BLOCK_S]`; keys that are not `real` are 0."""
     k = tl.load(k_ptrs + offset(j, BLOCK_S * ALIGN, stride_k_s), mask=real, other=0.0)
     return tl.dot(q, tl.trans(k), input_precision=PRECISION, out_dtype=tl.float32)
 

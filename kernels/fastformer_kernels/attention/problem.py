@@ -1,4 +1,4 @@
-"""Shared by the launchers of all attention kernels: the arguments as the kernels take them, and bounds of sequences.
+"""Host code of all attention launchers: the arguments in the form that kernels take, and bounds of sequences.
 
 The bounds are computed on the device, so the host waits for nothing. Lengths, a bool key mask or the offsets of packed
 sequences become one int32 `[B, 8]` tensor that every attention kernel reads; `scores` names its columns. A key mask

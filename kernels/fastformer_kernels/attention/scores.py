@@ -1,9 +1,9 @@
-"""Shared by the attention kernels: bounds of a sequence, which keys a query may see, scores, and their softmax.
+"""Device functions of all attention kernels: bounds of a sequence, visible keys of a query, scores, softmax.
 
 Scores are kept in units of log2, so that `exp2` needs no multiplication. A query row t sees the keys s of
 [first_key, last_key) with t + shift - left <= s <= t + shift + right; other limits (a key mask with gaps, an
-arbitrary mask) are read tile by tile. Rows and columns are given as `[BLOCK_T, 1]` and `[1, BLOCK_S]`, or the other
-way round where a kernel works with transposed scores.
+arbitrary mask) are read tile by tile. Rows and columns have shapes `[BLOCK_T, 1]` and `[1, BLOCK_S]`, or the other
+way round if a kernel works with transposed scores.
 """
 
 import triton
@@ -24,16 +24,16 @@ GAPS = tl.constexpr(6)  # not 0: some keys in between are padding too
 
 @triton.jit
 def offset(index, size: tl.constexpr, stride):
-    """Return index * size * stride in 64 bits; index is a scalar, a Python number where a loop is interpreted."""
+    """Return index * size * stride in 64 bits; index is a scalar, in interpreted loops a Python number."""
     return tl.cast(index, tl.int64) * size * stride
 
 
 @triton.jit
 def place(tiles, together):
-    """Return (rank, head) of this program: it has the tile that is to start as number `rank` of its head's `tiles`.
+    """Return (rank, head) of this program: its tile starts as number `rank` of the `tiles` of its head.
 
-    Heads take turns, `together` of them: the tiles of rank 0 of them all start first, then those of rank 1. What takes
-    longest should have rank 0, so that short tiles are left to fill the end (`side_by_side` has the figures).
+    Groups of `together` heads share the order: all their tiles of rank 0 start first, then those of rank 1. The tile
+    that takes longest should have rank 0, so that short tiles fill the end (`side_by_side` has the figures).
     """
     pid, heads = tl.program_id(0), tl.num_programs(0) // tiles
     first = pid // (together * tiles) * together
@@ -44,7 +44,10 @@ def place(tiles, together):
 
 @triton.jit
 def load_bounds(bounds_ptr, b, T, S, shift, HAS_BOUNDS: tl.constexpr):
-    """Return (q_base, last_query, k_base, first_key, last_key, shift, gaps) of sequence b; all of it without bounds."""
+    """Return (q_base, last_query, k_base, first_key, last_key, shift, gaps) of sequence b.
+
+    Without bounds they cover all T queries and S keys.
+    """
     if HAS_BOUNDS:
         row = bounds_ptr + b * 8
         q_base, last_query, k_base = tl.load(row + Q_BASE), tl.load(row + LAST_QUERY), tl.load(row + K_BASE)
@@ -70,9 +73,9 @@ def key_tiles(
     ALL_MASKED: tl.constexpr,
     BLOCK_S: tl.constexpr,
 ):
-    """Return (begin, full_begin, full_end, end), the tiles of keys that rows first_row..last_row see.
+    """Return (begin, full_begin, full_end, end): the tiles of keys that are visible to rows first_row..last_row.
 
-    All these rows see those of full_begin..full_end whole, so that nothing in them needs a mask.
+    Every key of tiles full_begin..full_end is visible to every one of these rows, so that they need no mask.
     """
     low, high, full_low, full_high = first_key, last_key, first_key, last_key
     if HAS_RIGHT:
@@ -105,7 +108,7 @@ def visible(
     HAS_LEFT: tl.constexpr,
     HAS_RIGHT: tl.constexpr,
 ):
-    """Return which keys the rows may see by position, as bool of the tile's shape."""
+    """Return, for each score of the tile, whether causality, window and bounds let the row attend to the key."""
     seen = (columns >= first_key) & (columns < last_key) & (rows >= 0)
     if HAS_RIGHT:
         seen = seen & (columns <= rows + shift + right)
@@ -116,7 +119,7 @@ def visible(
 
 @triton.jit
 def real_columns(columns, first_key, last_key, key_mask_ptr, HAS_KEY_MASK: tl.constexpr):
-    """Return which columns are no padding: what lies there may be NaN, and 0 times it, too, so it is never loaded."""
+    """Return which columns are no padding. Padding may hold NaN, and 0 * NaN is NaN, so it is never loaded."""
     real = (columns >= first_key) & (columns < last_key)
     if HAS_KEY_MASK:
         real = real & (tl.load(key_mask_ptr + columns, mask=real, other=0) != 0)
@@ -125,9 +128,9 @@ def real_columns(columns, first_key, last_key, key_mask_ptr, HAS_KEY_MASK: tl.co
 
 @triton.jit
 def scores(dots, scale, softcap, HAS_SOFTCAP: tl.constexpr):
-    """Return scale * dots in units of log2, capped smoothly to +-softcap (Gemma 2 report, 2024) where asked for.
+    """Return scale * dots in units of log2, with HAS_SOFTCAP capped smoothly to +-softcap (Gemma 2 report, 2024).
 
-    HAS_SOFTCAP: 0 no, 1 yes, 2 yes and to fp32 accuracy.
+    HAS_SOFTCAP: 0 no, 1 yes, 2 yes, with fp32 accuracy.
     """
     if HAS_SOFTCAP:
         # tanh(x) = 2 / (1 + exp(-2 x)) - 1, which is -1 where the exponential overflows.
@@ -145,15 +148,15 @@ def scores(dots, scale, softcap, HAS_SOFTCAP: tl.constexpr):
 
 @triton.jit
 def bias_of_head(bias_ptr, h, stride_bias_h, shift):
-    """Return where the bias of head h is for distance 0 of key from query, so that column - row is all to add."""
+    """Return the address of head h's bias for distance 0; adding column - row gives that of any score."""
     return bias_ptr + offset(h, 1, stride_bias_h) + (stride_bias_h // 2 - shift)
 
 
 @triton.jit
 def _in_log2(value):
-    """Return what is added to scores, in units of log2.
+    """Return an additive mask or bias in units of log2.
 
-    The lowest finite number must stay finite: a row of nothing else is a mean over all keys in torch.
+    The lowest finite number must stay finite: torch gives a row of only that number the mean over all keys.
     """
     value = value.to(tl.float32)
     return tl.where(value == float("-inf"), value, tl.maximum(value, LOWEST / LOG2E) * LOG2E)
@@ -177,8 +180,9 @@ def hide(
 ):
     """Apply all masks to a tile of scores: -inf where a query may not attend, plus the additive mask and the bias.
 
-    MASK: 0 none, 1 bool (True = may attend), 2 additive; 3, 4, 5 the same, and the bias. The pointers are those of this
-    sequence and head, that of the bias `bias_of_head`. Rows from T on have no mask: from the last query, with a bias.
+    MASK: 0 none, 1 bool (True = may attend), 2 additive; 3, 4, 5 the same with the bias. The pointers are of this
+    sequence and head; that of the bias comes from `bias_of_head`. Rows from T on have no mask; with a bias, rows from
+    the last query on.
     """
     if HAS_KEY_MASK:
         seen = seen & (tl.load(key_mask_ptr + columns, mask=columns < last_key, other=0) != 0)
@@ -198,8 +202,8 @@ def hide(
 def fold(acc, total, peak, s, factor, v, keys, columns, threshold, HAS_DROPOUT: tl.constexpr, PRECISION: tl.constexpr):
     """Fold one tile of scores `[BLOCK_T, BLOCK_S]` and its values into the running softmax of each row.
 
-    Scores and peak are in units of 1 / factor, which is above 0: multiplied here, it costs no instruction of its own.
-    The rows' keys for dropout, the columns and the threshold count with HAS_DROPOUT only.
+    Scores and peak are in units of 1 / factor, which is positive: multiplying by it here costs no extra instruction.
+    Random keys of the rows, columns and threshold are read only with HAS_DROPOUT.
     """
     new_peak = tl.maximum(peak, tl.max(s, 1))
     shift = tl.where(new_peak == float("-inf"), 0.0, new_peak * factor)  # a row that has seen nothing yet
@@ -214,16 +218,16 @@ def fold(acc, total, peak, s, factor, v, keys, columns, threshold, HAS_DROPOUT: 
 
 @triton.jit
 def sink(peak, sinks_ptr, h):
-    """Return what the sink of head h, which attends to nothing, adds to the sum of rows that have seen something.
+    """Return what the sink of head h, a key without a value, adds to the softmax's sum of rows with visible keys.
 
-    +inf where it is beyond the peak by more than 128: all other weights are 0 then, as they should be.
+    It is +inf if it exceeds the peak by more than 128: all other weights are then 0, as they should be.
     """
     return tl.exp2(tl.load(sinks_ptr + h).to(tl.float32) * LOG2E - peak)
 
 
 @triton.jit
 def load_lse(lse_ptr, second_part, rows, last_query, MASK: tl.constexpr):
-    """Return the log-sum-exp of rows, +inf beyond the last query, and its second part, which counts from MASK 2 on."""
+    """Return the log-sum-exp of rows, +inf beyond the last query, and its second part, used from MASK 2 on."""
     high = tl.load(lse_ptr + rows, mask=rows < last_query, other=float("inf"))
     low = high
     if MASK >= 2:
@@ -242,7 +246,7 @@ def exponentials(s, lse, logarithm, MASK: tl.constexpr):
 
 @triton.jit
 def row_delta(out, dout, added_ptr, rows, last_query, HAS_ADDED: tl.constexpr):
-    """Return delta = rowsum(out * dout) of a tile of rows, plus what is `added` for returned weights."""
+    """Return delta = rowsum(out * dout) of a tile of rows, plus `added`, the part of returned weights."""
     delta = tl.sum(out.to(tl.float32) * dout.to(tl.float32), 1)
     if HAS_ADDED:
         delta += tl.load(added_ptr + rows, mask=rows < last_query, other=0.0)
@@ -258,9 +262,9 @@ def weight_gradient(dweights_ptr, stride_dweights_t, rows, columns, T, last_key)
 
 @triton.jit
 def seen_range(at, first, last, shift, left, right, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr):
-    """Return (low, high) for each of `at`: of the positions first..last it sees [low, high).
+    """Return (low, high) for each position in `at`: it sees [low, high) of the positions first..last.
 
-    One comparison a score then says what is seen on a side. From the keys' side the window is (-shift, right, left).
+    One comparison a score then decides each side. For transposed scores the window is (-shift, right, left).
     """
     low, high = at * 0 + first, at * 0 + last
     if HAS_LEFT:
@@ -272,7 +276,7 @@ def seen_range(at, first, last, shift, left, right, HAS_LEFT: tl.constexpr, HAS_
 
 @triton.jit
 def within(at, low, high, HAS_LOW: tl.constexpr, HAS_HIGH: tl.constexpr):
-    """Return low <= at < high, of the sides that there are."""
+    """Return low <= at < high, with only the bounds that HAS_LOW and HAS_HIGH name."""
     seen = at < high if HAS_HIGH else at >= low
     return seen & (at >= low) if HAS_LOW and HAS_HIGH else seen
 
@@ -287,7 +291,7 @@ def score_gradient(
     """Return the weights after dropout, without its scale, and the gradient of the (capped) scores, of dots' shape.
 
     Args:
-        at, low, high: positions and what is seen of them, as `within` takes them: HAS_LOW, HAS_HIGH.
+        at, low, high, HAS_LOW, HAS_HIGH: as `within` takes them.
         masked: whether the tile needs a mask at all.
         STRAIGHT: masks before the exponential and no branch, which spilled up to 40 bytes in fp32 on plain cores.
         SPREAD: whether dp takes the branch, too: for tiles of fewer rows than 16 a warp, as below.
@@ -321,12 +325,12 @@ def score_gradient(
             p = tl.where(seen, p, 0.0)
             if SPREAD:
                 dp = tl.where(seen, dp, 0.0)  # for Triton's layout alone
-    kept = p
+    dropped_p = p
     if HAS_DROPOUT:
         stays = keep(keys, columns, threshold)
         dp = tl.where(stays, dp * keep_scale, 0.0)
-        kept = tl.where(stays, p, 0.0)
-    return kept, p * (dp - delta)
+        dropped_p = tl.where(stays, p, 0.0)
+    return dropped_p, p * (dp - delta)
 
 
 @triton.jit

@@ -24,7 +24,7 @@ from fastformer_kernels.random import keep_tile
 
 @triton.jit
 def rows_of(matrix_ptr, ids, count, stride, columns, inside):
-    """Load rows of a matrix, fp32; those that it does not have are NaN."""
+    """Load rows of a matrix, fp32; rows outside the matrix are NaN."""
     there = (ids >= 0) & (ids < count)
     at = ids[:, None] * stride + columns[None, :]
     return tl.load(matrix_ptr + at, mask=inside & there[:, None], other=float("nan")).to(tl.float32)
@@ -50,7 +50,7 @@ def embedding_kernel(
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):
-    """out = dropout(scale * weight[ids] + table[positions]): one tile."""
+    """Compute one tile of out = dropout(scale * weight[ids] + table[positions])."""
     rows = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
     first_column = tl.program_id(1) * BLOCK_N
     columns = first_column + tl.arange(0, BLOCK_N)
@@ -70,7 +70,7 @@ def embedding_kernel(
 def scaled_gradient_kernel(
     dout_ptr, seed_ptr, dx_ptr, M, N, factor, threshold, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr
 ):
-    """dx = dout * factor where kept, else 0: one tile."""
+    """Compute one tile of dx = dout * factor, 0 where dropout dropped the element."""
     rows = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
     first_column = tl.program_id(1) * BLOCK_N
     columns = first_column + tl.arange(0, BLOCK_N)

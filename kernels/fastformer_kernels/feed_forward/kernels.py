@@ -46,9 +46,9 @@ FORMS = {
 
 @triton.jit
 def normal_cdf(x, ERF: tl.constexpr):
-    """The standard normal distribution's cumulative probability at x, and its density.
+    """Return the cumulative probability of the standard normal distribution at x, and its density.
 
-    Without `erf`: Abramowitz and Stegun 7.1.26, whose largest error is 0.75e-7; it shares the density's exponential.
+    Without `erf`: Abramowitz and Stegun 7.1.26, with an error below 0.75e-7; the density uses the same exponential.
     """
     bell = tl.exp2(-0.72134752 * x * x)
     if ERF:
@@ -63,9 +63,9 @@ def normal_cdf(x, ERF: tl.constexpr):
 
 @triton.jit
 def value_and_slope(x, FUNCTION: tl.constexpr, ERF: tl.constexpr):
-    """f(x) and f'(x), fp32."""
+    """Return f(x) and f'(x), fp32."""
     if FUNCTION == "relu":
-        # So written that NaN stays NaN.
+        # In this form NaN stays NaN.
         value = tl.where(x <= 0, 0.0, x)
         slope = tl.where(x <= 0, 0.0, 1.0)
     elif FUNCTION == "gelu":
@@ -100,7 +100,7 @@ def activate_kernel(
     BLOCK_M: tl.constexpr,
     BLOCK_F: tl.constexpr,
 ):
-    """a = dropout(f(h)), or dropout(f(gate) * value): one tile."""
+    """Compute one tile of a = dropout(f(h)), or with GATED of dropout(f(gate) * value)."""
     rows = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
     first_column = tl.program_id(1) * BLOCK_F
     columns = first_column + tl.arange(0, BLOCK_F)
@@ -135,7 +135,7 @@ def activate_backward_kernel(
     BLOCK_M: tl.constexpr,
     BLOCK_F: tl.constexpr,
 ):
-    """dh = da * f'(h) through the mask, a again, and this program's part of the bias's gradient."""
+    """Compute dh = da * f'(h) with the dropout mask, a again, and this program's part of the bias's gradient."""
     first_column = tl.program_id(1) * BLOCK_F
     columns = first_column + tl.arange(0, BLOCK_F)
     real = columns < F
@@ -176,7 +176,7 @@ def activate_backward_kernel(
 def relu_backward_kernel(
     da_ptr, a_ptr, dh_ptr, partials_ptr, M, F, dropout_scale, BLOCK_M: tl.constexpr, BLOCK_F: tl.constexpr
 ):
-    """dh = da * dropout_scale where a is not zero, and this program's part of the bias's gradient."""
+    """Compute dh = da * dropout_scale where a is not 0, and this program's part of the bias's gradient."""
     columns = tl.program_id(1) * BLOCK_F + tl.arange(0, BLOCK_F)
     real = columns < F
     total = tl.zeros((BLOCK_M, BLOCK_F), tl.float32)
@@ -196,7 +196,7 @@ def relu_backward_kernel(
 
 @kernel("N")
 def add_partials_kernel(partials_ptr, out_ptr, P, N, BLOCK_P: tl.constexpr, BLOCK_N: tl.constexpr):
-    """The sum over P rows of `[P, N]`, in a fixed order."""
+    """Sum over the P rows of `[P, N]`, in a fixed order."""
     columns = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     total = tl.zeros((BLOCK_P, BLOCK_N), tl.float32)
     for first in range(0, P, BLOCK_P):

@@ -65,13 +65,13 @@ def _load_logits(row_ptr, bias_ptr, columns, counts, V, stride, HAS_BIAS: tl.con
 
 @triton.jit
 def _shrink(difference):
-    """exp(x) for x <= 0; the bound, where fp32 has long become 0, keeps differences with LOWEST from overflowing."""
+    """Return exp(x) for x <= 0. The bound, below which fp32 is 0, stops differences with LOWEST from overflowing."""
     return tl.exp2(tl.maximum(difference, -200.0) * LOG2E)
 
 
 @triton.jit
 def _log1p(x):
-    """log(1 + x) for x >= -1, with the digits of x where 1 + x has lost them: 2 artanh(x / (2 + x)), a series."""
+    """Return log(1 + x) for x >= -1, for small x by the series of 2 artanh(x / (2 + x)), as 1 + x loses digits of x."""
     ratio = x / (2.0 + x)
     square = ratio * ratio
     series = 1.0 + square * (1.0 / 3 + square * (1.0 / 5 + square * (1.0 / 7 + square * (1.0 / 9))))
@@ -125,7 +125,7 @@ def _loss(largest, others, of_label, mean, z_label, smoothing, SMOOTH: tl.conste
 
 @triton.jit
 def _label(row_ptr, bias_ptr, target_ptr, row, V, ignore_index, HAS_BIAS: tl.constexpr):
-    """A row's class, whether it counts, whether it is a class at all, and the logit of it, NaN where it is none."""
+    """Return the class of a row, whether the row counts, whether the class exists, and its logit, else NaN."""
     label = tl.load(target_ptr + row)
     counts = label != ignore_index
     valid = (label >= 0) & (label < V)
@@ -144,7 +144,7 @@ def cross_entropy_kernel(
     logits_ptr, bias_ptr, target_ptr, loss_ptr, V, stride_logits_m, ignore_index, smoothing,
     BLOCK: tl.constexpr, HAS_BIAS: tl.constexpr, SMOOTH: tl.constexpr,
 ):  # fmt: skip
-    """One program a row: its loss."""
+    """Compute the loss of one row."""
     row = tl.program_id(0).to(tl.int64)
     row_ptr = logits_ptr + row * stride_logits_m
     label, counts, _, z_label = _label(row_ptr, bias_ptr, target_ptr, row, V, ignore_index, HAS_BIAS)
@@ -160,10 +160,10 @@ def cross_entropy_gradients_kernel(
     logits_ptr, bias_ptr, target_ptr, grad_ptr, loss_ptr, V, stride_logits_m, ignore_index, smoothing, scale,
     BLOCK: tl.constexpr, HAS_BIAS: tl.constexpr, SMOOTH: tl.constexpr, HAS_GRAD: tl.constexpr,
 ):  # fmt: skip
-    """One program a row: its loss; its logits become scale * grad * d loss / d z."""
+    """Compute the loss of one row, and overwrite its logits with scale * grad * d loss / d z."""
     row = tl.program_id(0).to(tl.int64)
     row_ptr = logits_ptr + row * stride_logits_m
-    # Read by all threads before any overwrites it: the sums over the row, in between, bring them together.
+    # All threads read the logit before any overwrites it, because the sums over the row in between are barriers.
     label, counts, valid, z_label = _label(row_ptr, bias_ptr, target_ptr, row, V, ignore_index, HAS_BIAS)
     largest, others, of_label, mean = _statistics(
         row_ptr, bias_ptr, label, z_label, counts, V, stride_logits_m, BLOCK, HAS_BIAS, SMOOTH

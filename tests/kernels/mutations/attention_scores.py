@@ -116,7 +116,7 @@ def faults() -> Iterator[Fault]:
         "tl.maximum(value, LOWEST / LOG2E) * LOG2E)",
         "tl.maximum(value, LOWEST / LOG2E))",
     )
-    yield at(file, SMALL, "delta missing", "return kept, p * (dp - delta)", "return kept, p * dp")
+    yield at(file, SMALL, "delta missing", "return dropped_p, p * (dp - delta)", "return dropped_p, p * dp")
     yield at(file, rule("softcap"), "slope of the cap missing", "ds *= 1.0 - tanh * tanh", "ds *= 1.0")
     yield at(
         file,

@@ -28,10 +28,78 @@ ON_DISK = CHECKPOINTS + "test_every_file_is_on_the_disk_before_a_name_points_to_
 KILLED = CHECKPOINTS + "test_kill_9_at_any_point_of_a_save_leaves_a_checkpoint_that_loads"
 OTHERS = CHECKPOINTS + "test_another_architecture_is_named_by_its_first_differing_setting"
 FOREIGN = "apps/train/test_foreign_checkpoints.py::"
+SDPA = "functional/test_sdpa.py::test_values_and_gradients_are_those_of_torch"
+READ_ONCE = "functional/test_sdpa.py::test_a_mask_is_read_once_until_it_changes"
+COPIES = "host/test_autocast.py::test_only_cast_parameters_get_a_copy"
+WARM_UP = "functional/test_warm_up.py::test_kernels_are_not_started_and_the_model_is_restored"
+REPORT = "nn/test_conversion.py::test_the_report_says_why_a_stack_runs_padded"
+CALLED = "nn/test_torch_calls.py::test_a_hook_gets_torchs_arguments"
+REDUCED = "nn/test_layers.py::test_dropout_of_one_submodule_in_training_mode"
 RESUMED = "apps/train/test_train_resume.py::test_a_run_interrupted_anywhere_and_resumed_equals_the_uninterrupted_one"
 
 # fmt: off
 ROWS: dict[str, list[tuple[str, str, str]]] = {
+    "modes": [
+        ("compiling = torch.compiler.is_compiling ", "compiling = bool ",
+         "nn/test_compile.py::test_two_compilations_for_all_shapes[LayerNorm]"),
+        (" or isinstance(x, FakeTensor)", "",
+         "packing/test_packing.py::test_a_layout_used_with_fake_tensors_or_torch_func_serves_plain_calls"),
+        ("(functionalised() or stands_for_many(x))", "functionalised()",
+         "nn/test_padding_free.py::test_gradients_of_each_sequence_by_vmap"),
+    ],
+    "backend": [
+        ("return thread.backend or ", "return ", "ground/test_backend.py::test_context_beats_set_backend_and_nests"),
+        ("class _Thread(threading.local):", "class _Thread:",
+         "ground/test_backend.py::test_the_context_belongs_to_one_thread_and_the_setting_to_all"),
+    ],
+    "host/autocast": [
+        ("[p for p in parameters if p.requires_grad]", "list(parameters)", COPIES),
+        ("finally:\n        copies.of = before", "finally:\n        pass", COPIES),
+        ("strict=True) if grad is not None]", "strict=True)]",
+         "host/test_autocast.py::test_hooks_and_losses_of_users_see_the_parameters"),
+    ],
+    "host/devices": [
+        ("if other is not None and other.device != device:", "if False:",
+         "functional/test_arguments.py::test_a_tensor_on_another_device_is_refused_by_name"),
+        ("if not isinstance(first, Tensor):", "if False:",
+         "functional/test_arguments.py::test_an_argument_that_is_no_tensor_is_named"),
+        (" or cached[1] != parameter._version:", ":", COPIES),
+        ("return copy if on else parameter", "return copy", COPIES),
+        ("class _Copies(threading.local):", "class _Copies:", COPIES),
+        ("filler[: -x.nbytes % _ALIGNMENT]", "filler[:0]",
+         "host/test_transfers.py::test_values_shapes_and_dtypes_arrive"),
+        ("return torch.float32 if device.type in WITHOUT_FP64 else torch.float64", "return torch.float64",
+         "host/test_without_fp64.py::test_fp64_is_refused"),
+        ('return torch.device("cpu") if device.type in WITHOUT_FP64 else device', "return device",
+         "host/test_without_fp64.py::test_modules[rotary]"),
+    ],
+    "functional/sdpa": [
+        ("torch.equal(shown, pairs.tril())", "torch.equal(shown.tril(), pairs.tril())", SDPA),
+        ("(0, 0, first, q.shape[2] - end)", "(0, 0, q.shape[2] - end, first)", SDPA),
+        ("(mask.shape[1] == 1 or mask.stride(1) == 0)", "True", SDPA),
+        ('bool((shown | (mask == float("-inf"))).all())', "True", SDPA),
+        ("if version != base._version:", "if version is None:", READ_ONCE),
+        ("if mask.is_inference():", "if False:", READ_ONCE),
+        ("out.masked_fill(~visible.queries[:, None, :, None], 0.0)", "out",
+         "functional/test_sdpa.py::test_the_call_of_a_gpu_gives_the_same"),
+    ],
+    "functional/warm_up": [
+        ("            parameter.grad = gradient", "            pass", WARM_UP),
+        ("buffer.copy_(value)", "pass", WARM_UP),
+    ],
+    "functional/choice": [
+        ("rules.dropout_p == 1.0 or ", "", "functional/test_dispatch.py::test_auto_leaves_plain_calls_to_sdpa"),
+        ("if torch.are_deterministic_algorithms_enabled() or ", "if ",
+         "functional/test_dispatch.py::test_the_backend_and_determinism_decide_first"),
+        ("dtype = product_dtype(q)\n", "dtype = q.dtype\n",
+         "functional/test_dispatch.py::test_autocast_decides_by_the_dtype_that_it_computes_in"),
+    ],
+    "nn/modules": [
+        ("if not isinstance(activation, nn.Module) or not plain(activation, nn.ReLU, nn.GELU):",
+         "if not isinstance(activation, nn.ReLU | nn.GELU):", "nn/test_layers.py::test_every_setting"),
+        ("if is_torchs_class or isinstance(module, nn.ModuleList):", "if is_torchs_class:",
+         "nn/test_conversion.py::test_a_model_computes_the_same_and_keeps_its_parameters_and_names"),
+    ],
     "packing/layout": [
         ("origin = slots if columns == longest else rows * columns + positions", "origin = slots",
          "packing/test_packing.py::test_lengths_in_a_wider_batch"),
@@ -51,7 +119,8 @@ ROWS: dict[str, list[tuple[str, str, str]]] = {
          "packing/test_packing.py::test_a_layout_forgets_other_layouts_and_is_freed_at_once"),
         ("torch.int64, copy=True)", "torch.int64)",
          "functional/test_kept_tensors.py::test_a_layout_copies_its_lengths"),
-        ("if total > MOST_TOKENS:", "if False:", "packing/test_packing.py::test_wrong_lengths_are_refused_by_name"),
+        ("if total > MOST_TOKENS:", "if False:",
+         "functional/test_arguments.py::test_wrong_lengths_and_masks_of_a_layout_are_refused_by_name"),
     ],
     "functional/attention/rules": [
         ("[..., :T, :].flip(-2)", "[..., :T, :]", VALUES),
@@ -130,6 +199,15 @@ ROWS: dict[str, list[tuple[str, str, str]]] = {
          "functional/test_rotary.py::test_values_and_gradients_are_those_of_the_formula"),
     ],
     "nn/inspection": [
+        ("for child in module._modules.values():  #", "for child in [*module.modules()][1:]:  #",
+         "nn/test_wrappers.py::test_merged_adapters_of_attention_learn"),
+        ('if f"{kind.__module__}.{kind.__qualname__}" not in _ADAPTERS:', "if True:", "nn/test_wrappers.py::test_lora"),
+        ('elif "runs_packed" not in vars(type(module)):', "elif False:",
+         "nn/test_wrappers.py::test_wrapped_layers_and_attention_run_padded_with_torchs_numbers"),
+        ("if has_own_hooks(layer) and not is_sharded(layer):", "if has_own_hooks(layer):",
+         "nn/test_wrappers.py::test_layers_that_gather_their_own_parameters_run_packed"),
+        ("everywhere = \"layers.0 has hooks\" if has_global_hooks() else called", "everywhere = called",
+         "nn/test_torch_calls.py::test_hooks_of_all_modules_get_torchs_arguments"),
         ('reasons.setdefault("called", f"{where} has hooks")', "pass", OBSTACLE),
         ("if kind not in TOKEN_WISE and kind not in known:", "if False:", OBSTACLE),
         ('return f" normalises over {len(shape)} dimensions" if len(shape) > 1 else None', "return None", OBSTACLE),
@@ -147,6 +225,15 @@ ROWS: dict[str, list[tuple[str, str, str]]] = {
          "nn/test_layers.py::test_every_setting"),
     ],
     "nn/layers": [
+        ("nn.Module.__setstate__(self, state)", "super().__setstate__(state)",
+         "nn/test_layers.py::test_copies_and_pickles_keep_the_activation"),
+        ("if self.own_blocks or src.is_nested or not", "if src.is_nested or not",
+         "nn/test_layers.py::test_a_subclass_that_overrides_blocks_is_honoured"),
+        ('if any(modules[name].training for name in ("dropout", "dropout1", "dropout2")):', "if False:", REDUCED),
+        ("if not number or type(self) is not TransformerEncoderLayer:", "if not number:",
+         "nn/test_layers.py::test_a_subclass_that_overrides_blocks_is_honoured"),
+        ("or norms[0].eps != norms[1].eps or", "or",
+         "nn/test_layers.py::test_every_setting"),
         ('if unmodified.issuperset(("linear1", "dropout", "linear2")) else None', "", HOOKS),
         ("dtype = product_dtype(x) if reader in unmodified else None", "dtype = product_dtype(x)",
          "nn/test_carried_sums.py::test_a_hooked_linear_layer_sees_the_norm_in_torchs_dtype"),
@@ -190,6 +277,12 @@ ROWS: dict[str, list[tuple[str, str, str]]] = {
         ('if len(layer.plain_parts()) != len(modules) - ("activation" in modules):', "if False:", CHANGED),
     ],
     "nn/layer_stack": [
+        ("own = torchs_form(masks[0], x, first.self_attn.batch_first, canonical=len(masks) == 1)", "pass", CALLED),
+        ("if inspection.obstacle is not None or not (free and has_padding):", "if not (free and has_padding):",
+         OBSTACLE),
+        ("memory = memory.unpack() if isinstance(memory, PackedInput) else memory", "pass",
+         "nn/test_padding_free.py::test_transformer"),
+        ("own = masks[0]._replace(is_causal=masks[0].is_causal is True)", "own = masks[0]", CALLED),
         ('if cache.stack_id != self.__dict__.get("_stack_id"):', "if False:",
          "nn/cache/test_refusals.py::test_the_cache_of_another_stack_of_the_same_shape_is_refused"),
     ],
@@ -209,6 +302,14 @@ ROWS: dict[str, list[tuple[str, str, str]]] = {
          "nn/options/test_positions.py::test_a_share_and_a_scale"),
     ],
     "nn/conversion": [
+        ("if converted and not padding_free:", "if not padding_free:", REPORT),
+        ('obstacle = stack.obstacle() if stack.padding_free else "padding_free is False"', "obstacle = None", REPORT),
+        ('elif getattr(module, "differs", False):', "elif False:",
+         LATER + "test_an_option_set_later_is_not_lost_to_torch"),
+        ('if ".quantized" in type(module).__module__ or ', "if ",
+         "nn/test_conversion.py::test_quantised_parts_are_called_as_they_are"),
+        ("(*DROP_INS.values(), skipping(before))", "(*DROP_INS.values(),)",
+         "functional/test_sdpa.py::test_converted_modules_skip_and_come_back"),
         ('module.__dict__.pop("padding_free", None)', "pass",
          "nn/test_conversion.py::test_convert_changes_a_model_in_place_and_revert_undoes_it"),
         ('"parametrised" if parametrize.is_parametrized(module) else None', "None",

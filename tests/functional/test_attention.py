@@ -15,6 +15,7 @@ import fastformer
 from fastformer.functional import attention, attention_with_weights, packed_attention
 from fastformer.packing import Layout
 from tests.functional.attention_forms import FORMS, INF, B, H, S, T, boolean, by_distance, cast, naive, sinks
+from tests.support.all_pairs import all_pairs
 from tests.support.closeness import assert_close, assert_derivatives, assert_formula, assert_same, gradients, random
 
 
@@ -38,12 +39,10 @@ def with_leaves(op, rules, names, *x):
     return op(*x[:3], **rules | dict(zip(names, x[3:], strict=True)))
 
 
-@pytest.mark.parametrize("form", FORMS)
-@pytest.mark.parametrize(("kv_heads", "width"), [(H, 3), (2, 2)])
-@pytest.mark.parametrize("op", ["whole", "with weights"])
-def test_values_and_gradients_are_those_of_the_formula(form, kv_heads, width, op):
+@pytest.mark.parametrize(("form", "kv_heads", "op"), all_pairs(FORMS, [H, 2], ["whole", "with weights"]))
+def test_values_and_gradients_are_those_of_the_formula(form, kv_heads, op):
     rules = FORMS[form]()
-    inputs = [random(B, H, T, 3), random(B, kv_heads, S, 3), random(B, kv_heads, S, width)]
+    inputs = [random(B, H, T, 3), random(B, kv_heads, S, 3), random(B, kv_heads, S, 5 - kv_heads // 2)]
     names = [name for name in LEARNT if name in rules and rules[name].is_floating_point()]
     inputs += [rules[name] for name in names]
     if op == "with weights":
@@ -73,10 +72,10 @@ HALVES = {
 }
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("form", HALVES)
-@both_ops
-def test_half_precision_with_masks_of_either_precision(op, dtype, form):
+@pytest.mark.parametrize(
+    ("form", "dtype", "op"), all_pairs(HALVES, [torch.bfloat16, torch.float16], [attention, output])
+)
+def test_half_precision_with_masks_of_either_precision(form, dtype, op):
     rules = HALVES[form]()
     inputs = [random(B, H, length, 8, dtype=dtype) for length in (T, S, S)]
     expected, _ = naive(*(x.double() for x in inputs), **rules)
@@ -100,10 +99,8 @@ SMALL = {
 }
 
 
-@pytest.mark.parametrize("form", SMALL)
-@pytest.mark.parametrize("kv_heads", [1, 2])
-@both_ops
-def test_first_and_second_derivative(op, form, kv_heads):
+@pytest.mark.parametrize(("form", "kv_heads", "op"), all_pairs(SMALL, [1, 2], [attention, output]))
+def test_first_and_second_derivative(form, kv_heads, op):
     """SDPA with torch's math backend, which alone has a second derivative on a CPU."""
     rules, leaves = SMALL[form]
     inputs = [random(1, 2, 3, 2), random(1, kv_heads, 4, 2), random(1, kv_heads, 4, 2)]
@@ -112,15 +109,17 @@ def test_first_and_second_derivative(op, form, kv_heads):
         assert_derivatives(partial(with_leaves, op, rules, tuple(leaves)), inputs)
 
 
-@pytest.mark.parametrize("sizes", [(0, 2, 3, 4), (2, 2, 0, 4), (2, 2, 3, 0), (0, 2, 0, 0)])
 @pytest.mark.parametrize(
-    "rules",
-    [{}, {"causal": True}, {"key_mask": True}, {"window": (1, 0)}, {"softcap": 1.0}, {"distance_bias": True}],
+    ("rules", "sizes", "alignment", "op"),
+    all_pairs(
+        [{}, {"causal": True}, {"key_mask": True}, {"window": (1, 0)}, {"softcap": 1.0}, {"distance_bias": True}],
+        [(0, 2, 3, 4), (2, 2, 0, 4), (2, 2, 3, 0), (0, 2, 0, 0)],
+        ["top_left", "bottom_right"],
+        [attention, output],
+    ),
     ids=str,
 )
-@pytest.mark.parametrize("alignment", ["top_left", "bottom_right"])
-@both_ops
-def test_empty_sizes_give_empty_or_zero(op, sizes, rules, alignment):
+def test_empty_sizes_give_empty_or_zero(rules, sizes, alignment, op):
     B, H, T, S = sizes
     inputs = [random(B, H, T, 3), random(B, H, S, 3), random(B, H, S, 2)]
     if "key_mask" in rules:
@@ -253,20 +252,23 @@ def test_the_gradient_uses_the_dropout_mask_of_the_forward_pass():
     assert gradcheck(seeded, (random(1, 2, 3, 2), random(1, 2, 4, 2), random(1, 2, 4, 1)))
 
 
-@pytest.mark.parametrize("options", [{}, {"dropout_p": 0.5}, {"softcap": 3.0}], ids=str)
 @pytest.mark.parametrize(
-    ("dtype", "lowest", "autocast"),
-    [
-        (torch.bfloat16, torch.finfo(torch.float32).min, False),
-        (torch.bfloat16, torch.finfo(torch.float32).min, True),
-        (torch.float16, -1e9, False),
-        (torch.float16, -1e9, True),
-        (torch.float32, -1e300, False),  # autocast does not compute in float32
-    ],
+    ("numbers", "options", "op"),
+    all_pairs(
+        [
+            (torch.bfloat16, torch.finfo(torch.float32).min, False),
+            (torch.bfloat16, torch.finfo(torch.float32).min, True),
+            (torch.float16, -1e9, False),
+            (torch.float16, -1e9, True),
+            (torch.float32, -1e300, False),  # autocast does not compute in float32
+        ],
+        [{}, {"dropout_p": 0.5}, {"softcap": 3.0}],
+        [attention, output],
+    ),
     ids=str,
 )
-@both_ops
-def test_what_a_query_sees_is_decided_in_the_dtype_of_the_scores(op, dtype, lowest, autocast, options):
+def test_what_a_query_sees_is_decided_in_the_dtype_of_the_scores(numbers, options, op):
+    dtype, lowest, autocast = numbers
     inputs = [random(1, 2, 4, 8, dtype=torch.float32 if autocast else dtype) for _ in range(3)]
     mask = torch.zeros(4, 4, dtype=torch.float64 if dtype == torch.float32 else torch.float32)
     mask[1] = lowest  # -inf in dtype

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from fastformer.functional import attention, attention_with_weights, packed_attention
 from fastformer.packing import Layout
+from tests.support.all_pairs import all_pairs
 from tests.support.closeness import random
 
 BIAS = -0.37 * torch.arange(-59, 60).abs().expand(4, 119)
@@ -36,10 +37,12 @@ FORMS = {
 }
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-@pytest.mark.parametrize("autocast", [False, True])
-@pytest.mark.parametrize("scale", [0.2, 3.0])  # weights that are about equal; a few that are large
-@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize(
+    ("form", "scale", "autocast", "dtype"),
+    # With the first scale weights are about equal, with the second a few are large.
+    all_pairs(FORMS, [0.2, 3.0], [False, True], [torch.bfloat16, torch.float16]),
+    ids=str,
+)
 def test_16_bits_are_as_accurate_as_in_sdpa(form, scale, autocast, dtype):
     """At most 1.2 times the root mean square of its error, outputs and gradients."""
     inputs = [(random(3, 4, 60, 32).detach() * by).to(dtype) for by in (scale, scale, 1.0)]
@@ -63,10 +66,16 @@ def test_16_bits_are_as_accurate_as_in_sdpa(form, scale, autocast, dtype):
         assert (a - e).square().mean() <= 1.2**2 * (b - e).square().mean()
 
 
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("options", [{}, {"dropout_p": 1e-9}, {"softcap": 3e4}, {"bias": -40.0}], ids=str)
-@pytest.mark.parametrize("op", [attention, attention_with_weights])
-def test_no_score_becomes_less_than_the_lowest_mask(op, dtype, options):
+@pytest.mark.parametrize(
+    ("options", "dtype", "op"),
+    all_pairs(
+        [{}, {"dropout_p": 1e-9}, {"softcap": 3e4}, {"bias": -40.0}],
+        [torch.float16, torch.bfloat16],
+        [attention, attention_with_weights],
+    ),
+    ids=str,
+)
+def test_no_score_becomes_less_than_the_lowest_mask(options, dtype, op):
     """A score of -32 and the lowest number of fp16 add up to -inf there, which would hide every key of the row."""
     v = random(1, 1, 3, 4, dtype=dtype)
     q, k = (torch.full((1, 1, 3, 4), x, dtype=dtype, requires_grad=True) for x in (4.0, -4.0))

@@ -52,25 +52,3 @@ def test_dropout_is_of_the_sum():
     assert abs(kept - out.numel() * 0.75) < 5 * math.sqrt(out.numel() * 0.25 * 0.75)
     assert out.unique().tolist() == [0, 4]
     assert not embedding(ids, weight, dropout_p=1.0).any()
-
-
-ids, weight, table = torch.tensor([[0, 2]]), torch.zeros(3, 4), torch.zeros(5, 4)
-BAD = [
-    ({"ids": ids.int()}, TypeError, "ids must be int64, not torch.int32"),
-    ({"ids": ids + 1}, IndexError, "ids must lie between 0 and 2, the last row of weight, not 3"),
-    ({"ids": ids - 1}, IndexError, "ids must lie between 0 and 2, the last row of weight, not -1"),
-    ({"positions": ids + 3}, IndexError, "positions must lie between 0 and 4, the last row of table, not 5"),
-    ({"positions": ids.double()}, TypeError, "positions must be int64, not torch.float64"),
-    ({"positions": ids[0]}, ValueError, r"positions must be of the shape of ids, \[1, 2\], not \[2\]"),
-    ({"positions": None}, ValueError, "positions is None: pass table and positions, or neither"),
-    ({"table": None}, ValueError, "table is None: pass table and positions, or neither"),
-    ({"table": torch.zeros(5, 3)}, ValueError, r"table must be of shape \[P, 4\], not \[5, 3\]"),
-    ({"weight": torch.zeros(4)}, ValueError, r"weight must have two dimensions, not shape \[4\]"),
-    ({"dropout_p": 1.5}, ValueError, "dropout_p must be between 0 and 1, not 1.5"),
-]
-
-
-@pytest.mark.parametrize(("arguments", "error", "message"), BAD, ids=[message for _, _, message in BAD])
-def test_bad_arguments(arguments, error, message):
-    with pytest.raises(error, match=message):
-        embedding(**{"ids": ids, "weight": weight, "table": table, "positions": ids, **arguments})

@@ -10,6 +10,7 @@ from torch import Tensor
 from fastformer.functional import attention, packed_attention
 from fastformer.functional.attention import packed_reference
 from fastformer.packing import Layout
+from tests.support.all_pairs import all_pairs
 from tests.support.closeness import assert_close, assert_derivatives, assert_formula, assert_same, random
 
 # Ragged; with empty sequences; all equal; beyond the length that is computed without SDPA; none.
@@ -53,7 +54,7 @@ def one_by_one(q: Tensor, k: Tensor, v: Tensor, layout: Layout, key_layout: Layo
     return torch.cat([*out, q[:0].sum(2, keepdim=True).expand(0, -1, v.shape[2])])
 
 
-@pytest.fixture(params=["one group", "many groups"])
+@pytest.fixture
 def groups(request, monkeypatch):
     """Sequences as short as these are not worth more than one group; that must not matter."""
     if request.param == "many groups":
@@ -61,12 +62,17 @@ def groups(request, monkeypatch):
         monkeypatch.setattr(packed_reference, "_SHRINK", 0.9)
 
 
-@pytest.mark.parametrize("name", LENGTHS)
-@pytest.mark.parametrize("kv_heads", [4, 2])
-@pytest.mark.parametrize("rules", RULES, ids=str)
-@pytest.mark.parametrize("kind", ["self", "cross"])
+GROUPS = ["one group", "many groups"]
+
+
+@pytest.mark.parametrize(
+    ("name", "rules", "kv_heads", "kind", "groups"),
+    all_pairs(LENGTHS, RULES, [4, 2], ["self", "cross"], GROUPS),
+    indirect=["groups"],
+    ids=str,
+)
 @pytest.mark.usefixtures("groups")
-def test_packed_attention_equals_each_sequence_alone(name, kv_heads, rules, kind):
+def test_packed_attention_equals_each_sequence_alone(name, rules, kv_heads, kind):
     layouts = [Layout.from_lengths(LENGTHS[name][side]) for side in (0, 0 if kind == "self" else 1)]
     inputs = [random(layouts[0].total, 4, 3), *(random(layouts[1].total, kv_heads, width) for width in (3, 2))]
     learnt = {name: shape for name, shape in {"distance_bias": (4, 2 * 71 - 1), "sinks": (4,)}.items() if name in rules}
@@ -90,11 +96,17 @@ def test_a_graph_attends_in_one_group():
     assert_same(torch.compile(call, fullgraph=True, backend="eager")(*inputs), call(*inputs), inputs)
 
 
-@pytest.mark.parametrize("lengths", [([2, 1], [1, 3]), ([2, 2], [2, 2]), ([2, 1], [0, 2])])
-@pytest.mark.usefixtures("groups")
 @pytest.mark.parametrize(
-    "rules", [*RULES[:3], {"window": (1, 0), "alignment": "bottom_right", "softcap": 0.9}], ids=str
+    ("rules", "lengths", "groups"),
+    all_pairs(
+        [*RULES[:3], {"window": (1, 0), "alignment": "bottom_right", "softcap": 0.9}],
+        [([2, 1], [1, 3]), ([2, 2], [2, 2]), ([2, 1], [0, 2])],
+        GROUPS,
+    ),
+    indirect=["groups"],
+    ids=str,
 )
+@pytest.mark.usefixtures("groups")
 def test_first_and_second_derivative(lengths, rules):
     layouts = [Layout.from_lengths(x) for x in lengths]
     inputs = (random(layouts[0].total, 2, 2), random(layouts[1].total, 2, 2), random(layouts[1].total, 2, 1))

@@ -115,29 +115,3 @@ def test_each_text_has_its_own_positions_under_vmap():
     x, positions, (cos, sin) = random(3, 4, 2, 6, grad=False), torch.randint(9, (3, 4)), tables(9, 6)
     mapped = torch.func.vmap(lambda x, positions: rotary(x, positions, cos, sin))(x, positions)
     assert_close(mapped, rotary(x, positions, cos, sin))
-
-
-x, positions, table = torch.zeros(2, 3, 8), torch.tensor([0, 4]), torch.zeros(5, 4)
-RANGE = "positions must lie between 0 and 4, as cos and sin have P = 5 rows, not"
-BAD = [
-    ({"x": x.long()}, TypeError, "x must be floating point, not torch.int64"),
-    ({"x": x[0, 0]}, ValueError, r"x must be of shape \[..., H, K\], not \[8\]"),
-    ({"positions": positions.int()}, TypeError, "positions must be int64, not torch.int32"),
-    ({"positions": positions + 1}, ValueError, f"{RANGE} 5"),
-    ({"positions": positions - 1}, ValueError, f"{RANGE} -1"),
-    ({"positions": torch.zeros(3).long()}, ValueError, r"positions must broadcast to x.shape\[:-2\], \[2\], not \[3\]"),
-    ({"positions": positions[None]}, ValueError, r"positions must broadcast to x.shape\[:-2\], \[2\], not \[1, 2\]"),
-    ({"cos": table.half()}, TypeError, "cos must be float32 or float64, not torch.float16"),
-    ({"sin": table.long()}, TypeError, "sin must be float32 or float64, not torch.int64"),
-    ({"cos": table[0]}, ValueError, r"cos must be of shape \[P, R / 2\], R at most 8, .* not \[4\]"),
-    ({"cos": torch.zeros(5, 5)}, ValueError, r"cos must be of shape \[P, R / 2\], R at most 8, .* not \[5, 5\]"),
-    ({"sin": table[:4]}, ValueError, r"sin must be of the shape of cos, \[5, 4\], not \[4, 4\]"),
-    ({"cos": table.clone().requires_grad_()}, ValueError, "cos requires a gradient, which rotary has for x only"),
-    ({"sin": table.clone().requires_grad_()}, ValueError, "sin requires a gradient, which rotary has for x only"),
-]  # fmt: skip
-
-
-@pytest.mark.parametrize(("arguments", "error", "message"), BAD, ids=[message for _, _, message in BAD])
-def test_bad_arguments(arguments, error, message):
-    with pytest.raises(error, match=message):
-        rotary(**{"x": x, "positions": positions, "cos": table, "sin": table, **arguments})

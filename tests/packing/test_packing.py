@@ -30,39 +30,6 @@ def test_lengths_come_in_any_integer_form(form):
     assert Layout.from_lengths(FORMS[form]([2, 1])).offsets.tolist() == [0, 2, 3]
 
 
-WRONG = {
-    "negative": ([2, -1], ValueError, "must not be negative: -1"),
-    "floating point": ([2.0, 1.0], TypeError, "must be integers, not torch.float32"),
-    "bool": (np.array([True]), TypeError, "must be integers, not torch.bool"),
-    "nothing": ([None, 1], TypeError, r"must be integers \[B\], not \[None, 1\]: "),
-    "None": (None, TypeError, r"must be integers \[B\], not None: "),
-    "one number": (3, ValueError, r"must be one-dimensional \[B\], not of shape \[\]"),
-    "a table": (torch.ones(1, 2).long(), ValueError, r"must be one-dimensional \[B\], not of shape \[1, 2\]"),
-    "beyond counting": ([2, 2**31], ValueError, "must be at most 2147483647, not 2147483648"),
-    "a sum beyond counting": ([2**31 - 1] * 2, ValueError, "must add up to at most 2147483647, not 4294967294"),
-}
-
-
-@pytest.mark.parametrize("case", WRONG)
-def test_wrong_lengths_are_refused_by_name(case):
-    given, error, words = WRONG[case]
-    with pytest.raises(error, match=f"^lengths {words}"):
-        Layout.from_lengths(given)
-
-
-@pytest.mark.parametrize(
-    ("padding", "error", "message"),
-    [
-        (torch.zeros(2, 3), TypeError, "padding must be bool, True = padding, not torch.float32"),
-        ([[True, False]], TypeError, "padding must be a Tensor, not list"),
-        (torch.zeros(3).bool(), ValueError, r"padding must be of shape \[B, L\], not \[3\]"),
-    ],
-)
-def test_bad_masks(padding, error, message):
-    with pytest.raises(error, match=message):
-        Layout.from_mask(padding)
-
-
 def lengths(*given: int) -> torch.Tensor:
     return torch.arange(max(given, default=0)) >= torch.tensor(given).view(-1, 1)
 
@@ -189,27 +156,6 @@ def test_a_jagged_tensor_with_holes():
 def test_a_nested_tensor_of_no_sequence():
     tokens, layout = from_nested(torch.nested.nested_tensor([]))
     assert (tokens.shape[0], layout.batch) == (0, 0)
-
-
-@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
-def test_tensors_that_do_not_fit_are_refused():
-    with pytest.raises(TypeError, match=r"nested must be a nested tensor, not one of shape \[2, 3\]"):
-        from_nested(torch.zeros(2, 3))
-    other = torch.nested.nested_tensor_from_jagged(torch.zeros(5, 3), torch.tensor([0, 2, 5])).transpose(1, 2)
-    with pytest.raises(ValueError, match="nested must be ragged in its second dimension alone"):
-        from_nested(other)
-    other = torch.nested.as_nested_tensor([torch.zeros(2, 3), torch.zeros(2, 4)], layout=torch.strided)
-    with pytest.raises(ValueError, match="nested must be ragged in its second dimension alone"):
-        from_nested(other)
-    layout = Layout.from_lengths([2, 4])
-    for function in (unpack, to_nested):
-        with pytest.raises(ValueError, match="tokens has 5 rows, the lengths add up to 6"):
-            function(torch.zeros(5, 3), layout)
-    with pytest.raises(ValueError, match="padded has 3 rows, lengths has 2"):
-        pack(torch.zeros(3, 4), layout)
-    for wider in (layout, Layout.from_lengths([2, 1], columns=4)):
-        with pytest.raises(ValueError, match="a length of 4 is beyond the row of 3"):
-            pack(torch.zeros(2, 3), wider)
 
 
 def test_one_graph_packs_and_unpacks_whatever_a_layout_remembers():

@@ -42,6 +42,7 @@ SKIPPED = {
 OTHERS = {
     "gaps": GAPS[:, None, None],
     "a window": (ROW[:, None] - ROW).abs() < 9,
+    "causal after a prefix": CAUSAL | (ROW < 9),
     "a head's own": (torch.arange(H)[:, None, None] * 9 + 3 > ROW).expand(B, H, S, S),
     "a bias": torch.linspace(-1, 1, S)[None],
     "little padding": (S - torch.arange(B)[:, None] > ROW)[:, None, None],

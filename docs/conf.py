@@ -80,7 +80,7 @@ html_theme_options = {"footer_icons": []}
 
 
 def visit_math(self: HTML5Translator, node: nodes.Element) -> None:
-    """A formula as MathML, which browsers draw themselves: no script, no font from elsewhere."""
+    """Write a formula as MathML, which browsers draw without scripts or fonts from the network."""
     block = isinstance(node, nodes.math_block)
     formula = tex2mathml(node.astext(), as_block=block)
     self.body.append(f'<div class="formula">{formula}</div>' if block else formula)
@@ -109,7 +109,7 @@ def from_repository(app: Sphinx, page: str, source: list[str]) -> None:
 
 
 def command_line() -> str:
-    """Every command with its arguments and options, from what the command line is made of."""
+    """List every command with its arguments and options, read from the command line's own definitions."""
     lines = []
     commands = walk(typer.main.get_command(app_of_commands), "fastformer")
     order = {group: i for i, group in enumerate(GROUPS)}
@@ -134,14 +134,14 @@ def escaped(text: str) -> str:
 
 
 def newest() -> tuple[str, dict[str, dict[str, Any]]]:
-    """The newest Triton of the committed budget, and its rows."""
+    """Return the newest version of Triton in the committed budget, and its rows."""
     rows = json.loads(BUDGET.read_text(encoding="utf-8"))["triton"]
     version = max(rows, key=lambda text: [int(part) for part in text.split(".")])
     return version, rows[version]
 
 
 def loops(pattern: str) -> str:
-    """A table of what the loops of some cases cost, from the committed budget."""
+    """Return a table of the costs of the loops of some cases, from the committed budget."""
     lines = ["| case | kernel | for | times | instructions | exponentials | cycles |", "|---" * 7 + "|"]
     for name, row in sorted(newest()[1].items(), key=lambda item: [part.zfill(4) for part in item[0].split()]):
         case, kernel, architecture = name.split(" | ")
@@ -154,19 +154,20 @@ def loops(pattern: str) -> str:
 
 
 def compiled(ops: list[str]) -> str:
-    """A table of what the kernels of some ops compile to, from the committed budget."""
+    """Return a table of the compiled kernels of some ops, from the committed budget."""
     version, rows = newest()
-    found: dict[str, dict[str, list[dict[str, Any]]]] = {}
+    by_kernel: dict[str, dict[str, list[dict[str, Any]]]] = {}
     for name, row in rows.items():
         case, kernel, architecture = name.split(" | ")
         if case.partition("/")[0] in ops:
-            found.setdefault(kernel, {}).setdefault(architecture, []).append(row)
+            by_kernel.setdefault(kernel, {}).setdefault(architecture, []).append(row)
     lines = [
-        f"What Triton {version} makes of it, of all configurations of a kernel the least and the most: registers a"
+        f"The smallest and the largest value over all configurations of a kernel, compiled by Triton {version}:",
+        "registers a thread, bytes of stack (spilled registers), KB of shared memory, blocks a multiprocessor.",
+        "",
     ]
-    lines += ["thread, bytes of stack (spilled registers), KB of shared memory, blocks a multiprocessor.", ""]
     lines += ["| kernel | for | configurations | registers | stack | shared | blocks |", "|---" * 7 + "|"]
-    for kernel, architectures in sorted(found.items()):
+    for kernel, architectures in sorted(by_kernel.items()):
         for architecture, each in sorted(architectures.items(), key=lambda entry: int(entry[0][3:])):
             columns = (between(each, name) for name in ("registers", "stack", "shared", "ctas"))
             lines.append(f"| `{kernel.rpartition('.')[2]}` | {architecture} | {len(each)} | {' | '.join(columns)} |")
@@ -174,7 +175,7 @@ def compiled(ops: list[str]) -> str:
 
 
 def between(rows: list[dict[str, Any]], name: str) -> str:
-    """The least and the most of a column; shared memory in KB."""
+    """Return the smallest and the largest value of a column; shared memory in KB."""
     values = sorted({row[name] >> 10 if name == "shared" else row[name] for row in rows})
     return str(values[0]) if len(values) == 1 else f"{values[0]} to {values[-1]}"
 
@@ -204,14 +205,14 @@ def say_settings(app: Sphinx, what: str, name: str, thing: object, options: obje
 
 def without_metadata(signature: str) -> str:
     """Write `Annotated[X, …]`, in which settings hold their bounds, as X."""
-    while found := re.search(r"[~\w.]*\bAnnotated\[", signature):
-        depth, commas, end = 1, [], found.end()
+    while annotated := re.search(r"[~\w.]*\bAnnotated\[", signature):
+        depth, commas, end = 1, [], annotated.end()
         while depth:
             depth += {"[": 1, "(": 1, "]": -1, ")": -1}.get(signature[end], 0)
             if depth == 1 and signature[end] == ",":
                 commas.append(end)
             end += 1
-        signature = signature[: found.start()] + signature[found.end() : commas[0]] + signature[end:]
+        signature = signature[: annotated.start()] + signature[annotated.end() : commas[0]] + signature[end:]
     return signature
 
 

@@ -17,7 +17,7 @@ _CELL = re.compile(r"^# %%(.*)\n", re.MULTILINE)
 
 
 def cells_of(script: str) -> list[tuple[str, str]]:
-    """The cells of a script, ("markdown" or "code", text); its docstring is the first, with its first line as heading.
+    """Return the cells of a script as ("markdown" or "code", text); the first cell is its docstring, with a heading.
 
     Raises:
         ValueError: a Markdown cell has a line that is no comment, or a cell is of another kind.
@@ -40,7 +40,7 @@ def cells_of(script: str) -> list[tuple[str, str]]:
 
 
 def notebook_of(script: str) -> dict[str, Any]:
-    """A notebook in Jupyter's format 4.5."""
+    """Return a notebook in Jupyter's format 4.5."""
     cells = []
     for number, (kind, text) in enumerate(cells_of(script)):
         cell: dict[str, Any] = {"cell_type": kind, "id": f"cell-{number}", "metadata": {}}
@@ -57,7 +57,7 @@ def notebook_of(script: str) -> dict[str, Any]:
 
 
 def text_of(script: str) -> str:
-    """The notebook as it stands in its file."""
+    """Return the text of the notebook file."""
     return json.dumps(notebook_of(script), indent=1, ensure_ascii=False) + "\n"
 
 

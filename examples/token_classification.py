@@ -25,27 +25,27 @@ TENS = {english(n).split("-")[0] for n in range(10, 100)}  # ten, eleven, …, t
 
 
 def split(number: int) -> list[str]:
-    """The words of a number, with its hyphens: 21 is twenty, -, one."""
+    """Return the words of a number, with its hyphens: 21 is twenty, -, one."""
     return english(number).replace("-", " - ").split()
 
 
 def tags(words: list[str]) -> list[int]:
-    """The tag of each word, by the grammar of English numbers."""
+    """Return the tag of each word, by the grammar of English numbers."""
     thousands = 3 if "thousand" in words else 0
-    found = []
+    indices = []
     for word, following in zip(words, [*words[1:], ""], strict=True):
         if word in ("hundred", "thousand"):
-            found.append(TAGS.index("times"))
+            indices.append(TAGS.index("times"))
             thousands = 0 if word == "thousand" else thousands
         elif word == "-":
-            found.append(IGNORED)
+            indices.append(IGNORED)
         else:
-            found.append(thousands + (2 if following == "hundred" else 1 if word in TENS else 0))
-    return found
+            indices.append(thousands + (2 if following == "hundred" else 1 if word in TENS else 0))
+    return indices
 
 
 def draw_numbers(count: int, seed: int) -> list[int]:
-    """Distinct numbers in random order: all below 100, and as many of each number of digits above as there are."""
+    """Return distinct numbers in random order: all below 100, and up to count // 4 of each larger number of digits."""
     generator = random.Random(seed)
     numbers = list(range(100))
     for digits in (3, 4, 5, 6):
@@ -56,18 +56,18 @@ def draw_numbers(count: int, seed: int) -> list[int]:
 
 
 def accuracy(model: TokenClassifier, batches: LabelledBatches) -> float:
-    """Share of the tagged words that get the right tag."""
+    """Return the share of tagged words that get the right tag."""
     right = counted = 0
     with torch.no_grad():
         for batch in batches.epoch(0):
-            found = model.logits(model(batch.ids, batch.lengths)).argmax(-1)  # [T]
-            right += int((found == batch.labels).sum())  # no class is -100
+            predicted = model.logits(model(batch.ids, batch.lengths)).argmax(-1)  # [T]
+            right += int((predicted == batch.labels).sum())  # no class is -100
             counted += batch.tokens
     return right / counted
 
 
 def main(folder: Path, count: int = 4000, epochs: int = 2, d_model: int = 64) -> float:
-    """Train, print what a held-out number is tagged as, and give back the accuracy on held-out numbers."""
+    """Train, print the tags of a held-out number, and return the accuracy on held-out numbers."""
     numbers = [split(number) for number in draw_numbers(count, seed=1)]
     tokenizer = WordTokenizer.from_lines([" ".join(words) for words in numbers], splitting="whitespace")
     ids = [tokenizer.encode(" ".join(words)) for words in numbers]

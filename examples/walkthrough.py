@@ -124,7 +124,7 @@ same(x, model.source_embedding(batch.source, torch.arange(S).expand(2, S), S))
 
 # %%
 def attention(attn: torch.nn.Module, x: Tensor, memory: Tensor, forbidden: Tensor) -> tuple[Tensor, ...]:
-    """x [B, T, D] asks memory [B, S, D]; forbidden bool [B, 1, T or 1, S]. Output [B, T, D], and what led to it."""
+    """Attend from x [B, T, D] to memory [B, S, D]; forbidden: bool [B, 1, T or 1, S]. Also return each intermediate."""
     wq, wk, wv = attn.in_proj_weight.chunk(3)  # [D, D] each
     bq, bk, bv = attn.in_proj_bias.chunk(3)
     q, k, v = (

@@ -1,6 +1,7 @@
 """Deliberate faults in our kernels: a line of the PTX left out, or another source; and where a finding says it is."""
 
 import re
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -41,8 +42,12 @@ def finding(call: Any) -> str | None:
     return None
 
 
-def first_finding(call: Any, kernel: str, pattern: str) -> str:
-    """Leave out the matches one by one, until one is missed. Not each is needed: Triton places some more than that."""
+def missed(call: Any, kernel: str, pattern: str, kind: str) -> str:
+    """Leave out the matches one by one, until one is missed, by that kind of finding; return the finding.
+
+    Not each is needed: Triton places some more than that.
+    """
+    assert finding(call) is None
     for number in range(100):
         try:
             with edited(kernel, pattern, number):
@@ -50,6 +55,8 @@ def first_finding(call: Any, kernel: str, pattern: str) -> str:
         except IndexError:
             pytest.fail(f"{number} times {pattern} in {kernel}: none is missed")
         if found:
+            assert found.startswith(f"{kernel}: ")
+            assert re.search(kind, found), found
             return found
     raise AssertionError("more than 100")
 
@@ -71,8 +78,6 @@ def change(monkeypatch: pytest.MonkeyPatch, module: ModuleType, function: str, o
 
 def forget() -> None:
     """Have Triton and our launchers look at the sources again."""
-    import sys
-
     from triton.runtime.jit import JITFunction
 
     from fastformer_kernels.host import launch, plan

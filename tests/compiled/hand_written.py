@@ -9,8 +9,7 @@ import pytest
 
 from tests.compiled.ptx import text
 from tests.compiled.ptx.global_memory import Allocation
-from tests.compiled.ptx.launch import Report, launch
-from tests.compiled.ptx.machine import KernelFault, Options
+from tests.compiled.ptx.machine import KernelFault, Options, Report, launch
 from tests.compiled.ptx.program import Program
 
 _HEAD = ".version 8.0\n.target sm_90a\n.address_size 64\n.extern .shared .align 16 .b8 global_smem[];\n"

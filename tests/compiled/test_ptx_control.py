@@ -128,9 +128,3 @@ def test_bank_conflicts_of_16_bytes(stride, wavefronts):
     body = f"mov.b32 %r6, global_smem;\nmad.lo.s32 %r7, %r0, {stride}, %r6;\n"
     body += "st.shared.v4.b32 [%r7], {%r0, %r0, %r0, %r0};"
     assert counted(body) == Traffic(1, 512, wavefronts, 4)
-
-
-def test_multiply_adds_of_tensor_cores():
-    registers = "{%r1,%r2,%r3,%r4}, {%r0,%r0,%r0,%r0}, {%r0,%r0}, {%r0,%r0,%r0,%r0}"
-    body = f"mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {registers};"
-    assert run(body, [X]).counters["tensor multiply-adds"] == 16 * 8 * 16

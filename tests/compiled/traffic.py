@@ -35,6 +35,8 @@ from tests.compiled.ptx.machine import Options
 
 RECORD = Path(__file__).with_name("traffic.json")
 Figures = tuple[float, float, float]  # sectors over needed, bytes of a request, wavefronts over needed
+NAMES = "sectors over needed", "bytes of a request", "wavefronts over needed"
+WORSE = 1, -1, 1  # the sign of a change for the worse
 Call = Callable[[], Tensor]
 ROWS = 32  # of norms and feed-forward: a ratio needs no more
 
@@ -59,12 +61,11 @@ def decode() -> Tensor:
 
 
 def norm(op: str, N: int, dtype: torch.dtype) -> Tensor:
-    x, w, b = leaf(ROWS, N, dtype=dtype), leaf(N, dtype=dtype), leaf(N, dtype=dtype)
-    if op == "dropout_add_layer_norm":
-        return functional.dropout_add_layer_norm(x, leaf(ROWS, N, dtype=dtype), N, w, b, dropout_p=0.1)[0]
-    if op == "dropout_add_rms_norm":
-        return functional.dropout_add_rms_norm(x, leaf(ROWS, N, dtype=dtype), N, w, dropout_p=0.1)[0]
-    return functional.rms_norm(x, N, w) if op == "rms_norm" else functional.layer_norm(x, N, w, b)
+    x, y, w, b = (leaf(*shape, dtype=dtype) for shape in ((ROWS, N), (ROWS, N), (N,), (N,)))
+    parameters = (w,) if "rms" in op else (w, b)
+    if op.startswith("dropout_add"):
+        return getattr(functional, op)(x, y, N, *parameters, dropout_p=0.1)[0]
+    return getattr(functional, op)(x, N, *parameters)
 
 
 def feed_forward(activation: Any, F: int, dtype: torch.dtype) -> Tensor:
@@ -148,12 +149,12 @@ def total(found: dict[Place, Traffic], kernel: str, space: str) -> Traffic:
 
 def figures(found: dict[Place, Traffic]) -> dict[str, Figures]:
     """The figures of each kernel."""
-
-    def of(kernel: str) -> Figures:
+    table = {}
+    for kernel in sorted({place.kernel for place in found}):
         outside, inside = (total(found, kernel, space) for space in ("global", "shared"))
-        return round(outside.ratio, 3), round(outside.bytes / max(outside.requests, 1), 1), round(inside.ratio, 3)
-
-    return {kernel: of(kernel) for kernel in sorted({place.kernel for place in found})}
+        request = round(outside.bytes / max(outside.requests, 1), 1)
+        table[kernel] = round(outside.ratio, 3), request, round(inside.ratio, 3)
+    return table
 
 
 def worse(found: dict[str, Figures], recorded: dict[str, Figures]) -> Iterator[str]:
@@ -161,28 +162,20 @@ def worse(found: dict[str, Figures], recorded: dict[str, Figures]) -> Iterator[s
     for kernel in sorted(found.keys() ^ recorded.keys()):
         yield f"{kernel}: {'not recorded' if kernel in found else 'recorded, and not launched'}"
     for kernel in sorted(found.keys() & recorded.keys()):
-        for name, now, then, sign in zip(
-            ("sectors over needed", "bytes of a request", "wavefronts over needed"),
-            found[kernel], recorded[kernel], (1, -1, 1), strict=True,
-        ):  # fmt: skip
+        for name, now, then, sign in zip(NAMES, found[kernel], recorded[kernel], WORSE, strict=True):
             if sign * now > sign * then:
                 yield f"{kernel}: {name} {then} -> {now}"
 
 
-def _records() -> dict[str, Any]:
-    found: dict[str, Any] = json.loads(RECORD.read_text()) if RECORD.exists() else {}
-    return found
-
-
 def read(arch: int) -> dict[str, dict[str, Figures]]:
     """What is recorded for this Triton, by case and kernel; empty for another."""
-    found: dict[str, Any] = _records().get(triton.__version__, {}).get(f"sm_{arch}", {})
+    found = json.loads(RECORD.read_text()).get(triton.__version__, {}).get(f"sm_{arch}", {})
     return {name: {kernel: tuple(each) for kernel, each in case.items()} for name, case in found.items()}
 
 
 def write(arch: int, found: dict[str, dict[str, Figures]]) -> None:
     """Record the figures of all cases; a line a kernel."""
-    records = _records()
+    records = json.loads(RECORD.read_text())
     records.setdefault(triton.__version__, {})[f"sm_{arch}"] = found
     text = json.dumps(records, indent=1)
     RECORD.write_text(re.sub(r"\[\s*(\S+)\s+(\S+)\s+(\S+)\s*\]", r"[\1 \2 \3]", text) + "\n")
@@ -195,15 +188,11 @@ def main() -> int:
     )
     parser.add_argument("--arch", type=int, choices=(80, 90), required=True)
     parser.add_argument("--only", default="", metavar="TEXT", help="cases whose name contains the text")
-    parser.add_argument("--lines", type=int, default=20, help="how many of the worst source lines to show")
-    parser.add_argument("--rows", type=int, help="rows of norms and feed-forward, instead of those recorded")
+    parser.add_argument("--rows", type=int, help="rows of norms and feed-forward; nothing is compared or recorded")
     parser.add_argument("--update", action="store_true", help="write what was found to traffic.json")
     options = parser.parse_args()
-    if options.rows:
-        global ROWS
-        ROWS = options.rows
-        if options.update:
-            parser.error("--update with --rows: the record is of its own rows")
+    global ROWS
+    ROWS = options.rows or ROWS
 
     os.environ["TRITON_INTERPRET"] = "0"  # read when kernels are defined
     import fastformer
@@ -212,22 +201,22 @@ def main() -> int:
     session = driver.install(options.arch)
     places: list[tuple[int, str, Place, Traffic]] = []
     table: dict[str, dict[str, Figures]] = {}
-    with fastformer.backend("triton"):
-        for name, call in CASES.items():
-            if options.only in name:
+    for name, call in CASES.items():
+        if options.only in name:
+            with fastformer.backend("triton"):
                 found = measure(session, call)
-                table[name] = figures(found)
-                for kernel, (sectors, request, wavefronts) in table[name].items():
-                    taken = [total(found, kernel, space).taken for space in ("global", "shared")]
-                    line = f"{name:31} {kernel:38} {sectors:6.3f} {request:6.1f} {wavefronts:7.3f}"
-                    print(f"{line} {taken[0]:9} {taken[1]:9}", flush=True)
-                places += [(t.taken - t.needed, name, place, t) for place, t in found.items()]
+            table[name] = figures(found)
+            for kernel, (sectors, request, wavefronts) in table[name].items():
+                taken = [total(found, kernel, space).taken for space in ("global", "shared")]
+                line = f"{name:31} {kernel:38} {sectors:6.3f} {request:6.1f} {wavefronts:7.3f}"
+                print(f"{line} {taken[0]:9} {taken[1]:9}", flush=True)
+            places += [(t.taken - t.needed, name, place, t) for place, t in found.items()]
     print("\nThe most sectors and wavefronts that were not needed:")
-    for extra, name, place, traffic in sorted(places, key=lambda each: -each[0])[: options.lines]:
+    for extra, name, place, traffic in sorted(places, key=lambda each: -each[0])[:20]:
         print(f"{extra:8} {place.space:6} {traffic.ratio:5.2f}  {name}, {place.kernel}, {place.source}")
+    recorded = read(options.arch)
     if options.rows:
         return 0
-    recorded = read(options.arch)
     if options.update:
         write(options.arch, recorded | table)
         return 0

@@ -1,10 +1,9 @@
 """Compiled kernels on a CPU: the PTX that Triton makes of them, executed with numpy, every access checked.
 
 Between a source, which the interpreter runs, and a GPU lie layouts, vector loads, asynchronous copies, barriers and
-wgmma. `text` reads PTX; `translate` (with `emitter`, `opcodes_*`, `arithmetic`) makes a Python function of each basic
-block; `machine` runs all threads of some blocks in step, on `global_memory`, `shared_memory` and `local_memory`, with
-`copies`, `barriers` (mbarriers), `bulk` (TMA), `matrices`, `warps` and `wgmma`, and `counters` count; `launch` runs a
-grid; `driver` is what Triton launches with.
+wgmma. `text` reads PTX; `program` (with `emitter`, `opcodes_*`, `arithmetic`) makes a Python function of each basic
+block; `machine` launches a grid, and runs all threads of some blocks in step, on `global_memory` and `shared_memory`,
+with `barriers` (mbarriers), `bulk` (TMA), `warps` and `wgmma`; `counters` count; `driver` is what Triton launches with.
 
 It differs from a GPU in what is not specified: approximations (ex2, rsqrt, …) are rounded from more exact values,
 tensor cores add in fp32, warps run in step, and threads of one warp are never in a race. It knows no clusters, tcgen05,

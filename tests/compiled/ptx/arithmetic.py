@@ -125,18 +125,6 @@ def fma32(a, b, c):
     return s.astype(f32)
 
 
-def fmin(a, b):
-    return np.fmin(a, b)
-
-
-def fmax(a, b):
-    return np.fmax(a, b)
-
-
-def ex2(x):
-    return np.exp2(x)
-
-
 def rsqrt(x):
     return (1.0 / np.sqrt(x.astype(f64))).astype(f32)
 
@@ -144,16 +132,17 @@ def rsqrt(x):
 # ---- integers ------------------------------------------------------------------------------------------------------
 
 
-def shl(a, n, width):
+def shl(a, n):
+    width = 8 * a.itemsize
     n = n.astype(u32)
-    return np.where(n >= u32(width), UINT[width](0), a << np.minimum(n, u32(width - 1)).astype(a.dtype))
+    return np.where(n >= u32(width), a.dtype.type(0), a << np.minimum(n, u32(width - 1)).astype(a.dtype))
 
 
-def shr(a, n, width):
+def shr(a, n):
+    width = 8 * a.itemsize
     n = n.astype(u32)
-    if a.dtype.kind == "i":
-        return a >> np.minimum(n, u32(width - 1)).astype(a.dtype)
-    return np.where(n >= u32(width), a.dtype.type(0), a >> np.minimum(n, u32(width - 1)).astype(a.dtype))
+    shifted = a >> np.minimum(n, u32(width - 1)).astype(a.dtype)
+    return shifted if a.dtype.kind == "i" else np.where(n >= u32(width), a.dtype.type(0), shifted)
 
 
 def divide(a, b):
@@ -171,12 +160,12 @@ def remainder(a, b):
     return np.where(zero, a, a - divide(a, safe) * safe)
 
 
-def mulhi(a, b, width):
-    if width == 32:
+def mulhi(a, b):
+    if a.itemsize == 4:
         wide = i64 if a.dtype.kind == "i" else u64
         return (a.astype(wide) * b.astype(wide) >> wide(32)).astype(a.dtype)
     if a.dtype.kind == "i":
-        high = mulhi(a.view(u64), b.view(u64), 64)
+        high = mulhi(a.view(u64), b.view(u64))
         return (high - np.where(a < 0, b.view(u64), u64(0)) - np.where(b < 0, a.view(u64), u64(0))).view(i64)
     s, m = u64(32), u64(0xFFFFFFFF)
     al, ah, bl, bh = a & m, a >> s, b & m, b >> s
@@ -184,27 +173,27 @@ def mulhi(a, b, width):
     return ah * bh + (ah * bl >> s) + (al * bh >> s) + (middle >> s)
 
 
-def bfe(a, pos, length, width, signed):
+def _ones(length, dtype):
+    """As many bits as `length` says, from the lowest on."""
+    return shl(np.ones(1, dtype), length) - dtype.type(1)
+
+
+def bfe(a, pos, length):
+    bits = a.view(UINT[8 * a.itemsize])
     pos, length = pos.astype(i64) & 255, length.astype(i64) & 255
-    out = shr(a, pos, width)
-    ones = np.where(
-        length >= width, ~UINT[width](0), shl(UINT[width](1), np.minimum(length, width), width) - UINT[width](1)
-    )
-    out = out & ones
-    if signed:
-        top = np.minimum(pos + length - 1, width - 1)
-        sign = (shr(a, top, width) & UINT[width](1)).astype(bool) & (length > 0)
+    ones = _ones(length, bits.dtype)
+    out = shr(bits, pos) & ones
+    if a.dtype.kind == "i":
+        top = np.minimum(pos + length - 1, 8 * a.itemsize - 1)
+        sign = (shr(bits, top) & bits.dtype.type(1)).astype(bool) & (length > 0)
         out = np.where(sign, out | ~ones, out)
-    return out
+    return out.view(a.dtype)
 
 
-def bfi(a, b, pos, length, width):
+def bfi(a, b, pos, length):
     pos, length = pos.astype(i64) & 255, length.astype(i64) & 255
-    ones = np.where(
-        length >= width, ~UINT[width](0), shl(UINT[width](1), np.minimum(length, width), width) - UINT[width](1)
-    )
-    ones = shl(ones, pos, width)
-    return (shl(a, pos, width) & ones) | (b & ~ones)
+    ones = shl(_ones(length, a.dtype), pos)
+    return (shl(a, pos) & ones) | (b & ~ones)
 
 
 def prmt(a, b, c):
@@ -233,7 +222,8 @@ def lop3(a, b, c, table):
     return out if table else np.zeros_like(a)
 
 
-def clz(a, width):
+def clz(a):
+    width = 8 * a.itemsize
     out = np.full(a.shape, width, u32)
     for i in range(width):
         out = np.where((a >> a.dtype.type(i)) & a.dtype.type(1), u32(width - 1 - i), out)
@@ -244,16 +234,16 @@ def popc(a):
     return np.bitwise_count(a).astype(u32)
 
 
-def brev(a, width):
+def brev(a):
+    width = 8 * a.itemsize
     out = np.zeros_like(a)
     for i in range(width):
         out = out | (((a >> a.dtype.type(i)) & a.dtype.type(1)) << a.dtype.type(width - 1 - i))
     return out
 
 
-def to_integer(x, width, signed, mode):
-    """A float to an integer, saturated; NaN gives 0."""
-    x = {"rzi": np.trunc, "rni": np.rint, "rmi": np.floor, "rpi": np.ceil}[mode](x.astype(f64))
+def to_integer(x, width, signed):
+    """Whole numbers in fp64 to integers, saturated; NaN gives 0."""
     low, high = (-(2 ** (width - 1)), 2 ** (width - 1) - 1) if signed else (0, 2**width - 1)
     kind = INT[width] if signed else UINT[width]
     inside = (x > low) & (x < high)

@@ -48,9 +48,9 @@ class Barriers:
     def places(self, number: int, mask: Any, address: Any, changed: bool = False) -> Iterator[tuple[int, int]]:
         """Yield (thread, place) of each active thread."""
         shared = self.machine.shared
-        lanes, places = shared.find(number, mask, address, 64)
-        lanes = np.arange(self.machine.lanes) if lanes is None else lanes
-        if shared.races and len(lanes):
+        lanes, address = self.machine.active(mask, address)
+        places = shared.find(number, lanes, address, 64)
+        if shared.races:
             shared.race(number, lanes, places, 8, np.ones(len(lanes), bool) if changed else None)
         yield from zip(lanes.tolist(), places.tolist(), strict=True)
 
@@ -68,7 +68,7 @@ class Barriers:
     def init(self, number: int, mask: Any, address: Any, count: Any) -> None:
         shared = self.machine.shared
         for lane, place in self.places(number, mask, address, changed=True):
-            n = int(np.broadcast_to(count, (self.machine.lanes,))[lane])
+            n = int(self.machine.of_threads(count)[lane])
             if place in self.at:
                 self.refuse("an mbarrier is there already", number, lane, place)
             if not 1 <= n <= MOST:
@@ -95,7 +95,7 @@ class Barriers:
 
     def arrive(self, number: int, mask: Any, address: Any, count: Any, promised: Any) -> None:
         """Promise bytes, and arrive; with a count of 0 promise only."""
-        counts, promises = (np.broadcast_to(x, (self.machine.lanes,)) for x in (count, promised))
+        counts, promises = (self.machine.of_threads(x) for x in (count, promised))
         for lane, place in self.places(number, mask, address):
             if (barrier := self.of(number, lane, place)) is None:
                 continue
@@ -110,7 +110,7 @@ class Barriers:
     def look(self, number: int, mask: Any, address: Any, parity: Any) -> Any:
         """Return which threads see that the phase of that parity has ended."""
         m = self.machine
-        parities = np.broadcast_to(parity, (m.lanes,))
+        parities = m.of_threads(parity)
         seen = np.zeros(m.lanes, bool)
         there: dict[tuple[int, int], list[int]] = {}
         for lane, place in self.places(number, mask, address):

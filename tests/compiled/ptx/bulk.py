@@ -17,7 +17,6 @@ import numpy as np
 
 from tests.compiled.ptx.arithmetic import UINT, i64, u8, u32, u64
 from tests.compiled.ptx.shared_memory import AWAITED, BASE, WRITTEN
-from tests.compiled.ptx.warps import require_whole
 
 # Of a map: where each field is, its bits, and the bits of its elements if it has several.
 FIELDS = {
@@ -135,15 +134,14 @@ class Bulk:
 
     def replace(self, number: int, mask: Any, address: Any, name: str, element: int, value: Any) -> None:
         start, width = FIELDS[name]
-        m = self.machine
-        value = np.broadcast_to(value, (m.lanes,)).astype(UINT[width])
-        m.shared.store(number, mask, address + start + element * width // 8, width, [value])
+        value = value.astype(UINT[width])
+        self.machine.shared.store(number, mask, address + start + element * width // 8, width, [value])
 
     def publish(self, number: int, mask: Any, to: Any, source: Any) -> None:
         """tensormap.cp_fenceproxy: a warp copies a map from shared to global memory."""
         m = self.machine
-        require_whole(m, number, mask)
-        lane = np.arange(m.lanes) % 32
+        m.warps.require_whole(number, mask)
+        lane = m.every % 32
         for part in (0, 64):  # each thread two bytes of either half
             place = (lane * 2 + part).astype(i64)
             values = m.shared.load(number, mask, source + place, 16, 1)
@@ -155,18 +153,15 @@ class Bulk:
         self.written -= {(block, at) for at, block in self._each(mask, address)}
 
     def _each(self, mask: Any, address: Any) -> set[tuple[int, int]]:
-        m = self.machine
-        lanes = np.arange(m.lanes) if mask is None else np.flatnonzero(np.broadcast_to(mask, (m.lanes,)))
-        return set(
-            zip(np.broadcast_to(address, (m.lanes,))[lanes].tolist(), m.block_of_lane[lanes].tolist(), strict=True)
-        )
+        lanes, address = self.machine.active(mask, address)
+        return set(zip(address.tolist(), self.machine.block_of_lane[lanes].tolist(), strict=True))
 
     def map_at(self, number: int, lane: int, address: int) -> Map:
         m = self.machine
         one = np.array([lane])
         if (int(m.block_of_lane[lane]), address) in self.written:
             m.refuse([True], "no fence.proxy.tensormap since the tensor map was written", number, one, [address])
-        found = m.memory.locate(number, one, np.array([address], u64), _MAP * 8, "tensor map")
+        found = m.memory.locate(number, one, np.array([address], u64), _MAP, "tensor map")
         if not found:
             raise NotImplementedError("a tensor map outside all allocations")
         a = found[0][1]
@@ -179,10 +174,9 @@ class Bulk:
     ) -> Iterator[tuple[int, int, int, list[int]]]:
         """Yield thread, place in shared memory, address of the map and coordinates, of each active thread."""
         m = self.machine
-        lanes = np.arange(m.lanes) if mask is None else np.flatnonzero(np.broadcast_to(mask, (m.lanes,)))
-        where, address, *at = (np.broadcast_to(x, (m.lanes,)) for x in (where, address, *coordinates))
-        for lane in lanes.tolist():
-            yield lane, int(where[lane]), int(address[lane]), [int(x[lane].astype(u32).view(np.int32)) for x in at]
+        parts = [m.active(mask, x)[1].tolist() for x in (m.every, where, address)]
+        at = np.stack([m.active(mask, x)[1].astype(u32).view(np.int32) for x in coordinates], 1)
+        yield from zip(*parts, at.tolist(), strict=True)
 
     def _chunks(self, number: int, lane: int, where: int, box: Map) -> Any:
         """The box's chunks of 16 bytes in shared memory, swizzled as the hardware does: by the address."""
@@ -213,15 +207,14 @@ class Bulk:
         address = (offsets[inside] + box.address).astype(u64)
         lanes = np.full(len(address), lane)
         found = []
-        for which, a, index in m.memory.locate(number, lanes, address, box.size * 8, "box") if len(address) else ():
+        for which, a, index in m.memory.locate(number, lanes, address, box.size, "box") if len(address) else ():
             m.memory.check(number, lanes[which], a, index, box.size * 8, kind)
-            found.append((which, m.memory.view(a, "bytes", box.size * 8, 8), index))
+            found.append((which, a.view("bytes", box.size * 8, 8), index))
         return inside, found
 
     def load(self, number: int, mask: Any, where: Any, address: Any, coordinates: list[Any], barrier: Any) -> None:
         m = self.machine
         for lane, to, map_address, at in self._issues(mask, where, address, coordinates):
-            only = np.arange(m.lanes) == lane
             box = self.map_at(number, lane, map_address)
             chunks = self._chunks(number, lane, to, box)
             inside, found = self._elements(number, lane, box, at, "read")
@@ -238,7 +231,7 @@ class Bulk:
             m.shared.mark(chunks, 128, AWAITED)
             data = elements.reshape(-1, 16)
             copy = Load(m, number, lane, int(m.block_of_lane[lane]), chunks, data, data.size)
-            for _, place in m.barriers.places(number, only, barrier):
+            for _, place in m.barriers.places(number, m.every == lane, barrier):
                 m.barriers.await_copy(number, lane, place, copy)
 
     def store(self, number: int, mask: Any, where: Any, address: Any, coordinates: list[Any]) -> None:
@@ -259,12 +252,12 @@ class Bulk:
             self.stores.append(Store(number, lane, int(self.group[lane]), chunks, writes))
 
     def commit(self, mask: Any) -> None:
-        self.group = self.group + (1 if mask is None else np.broadcast_to(mask, self.group.shape))
+        self.group = self.group + self.machine.here(mask)
 
     def wait(self, mask: Any, allowed: int, read_only: bool) -> None:
         """Let the stores of all groups but the last `allowed` have read shared memory, and reach global memory."""
         m = self.machine
-        here = np.ones(m.lanes, bool) if mask is None else np.broadcast_to(mask, (m.lanes,))
+        here = m.here(mask)
         kept = []
         for each in self.stores:
             done = here[each.lane] and each.group < self.group[each.lane] - allowed

@@ -1,4 +1,4 @@
-"""What is counted of a launch: instructions by class; of accesses sectors of global memory, wavefronts of shared."""
+"""What accesses to memory take: sectors of global memory, wavefronts of shared memory."""
 
 from dataclasses import astuple, dataclass
 from typing import Any
@@ -6,23 +6,6 @@ from typing import Any
 import numpy as np
 
 from tests.compiled.ptx.arithmetic import i64, u64
-from tests.compiled.ptx.text import Ins
-
-_CLASSES = {
-    "cp": "async copy", "mma": "tensor", "wgmma": "tensor", "bar": "barrier", "shfl": "shuffle", "bra": "branch",
-    "ret": "branch", "mov": "move", "selp": "move", "setp": "compare", "cvt": "convert",
-}  # fmt: skip
-_ACCESSES = {"ld", "st", "atom", "red", "ldmatrix", "stmatrix"}
-_SPACES = {"global", "shared", "param", "local", "const"}
-
-
-def class_of(i: Ins) -> str:
-    """The class that an instruction is counted under, such as `float`, `ld.global` or `tensor`."""
-    if i.op[0] in _ACCESSES:
-        spaces = [part.split("::")[0] for part in i.op[1:]]
-        space = next((s for s in spaces if s in _SPACES), "shared" if "matrix" in i.op[0] else "generic")
-        return f"{i.op[0]}.{space}"
-    return _CLASSES.get(i.op[0]) or ("float" if "f" in i.op[-1] else "integer")
 
 
 @dataclass

@@ -18,8 +18,7 @@ from benchmarks.host.null_driver import NullDriver, Utilities, stand_in
 from tests.compiled.ptx import text
 from tests.compiled.ptx.bulk import make_map
 from tests.compiled.ptx.global_memory import Allocation
-from tests.compiled.ptx.launch import Report, launch
-from tests.compiled.ptx.machine import Options
+from tests.compiled.ptx.machine import Options, Report, launch
 from tests.compiled.ptx.program import Program
 
 # Kernels that touch the padding of the rows of a view on purpose, within its storage.
@@ -155,19 +154,9 @@ class _Launcher:
             else:
                 yield from ((v, k) for v, k in zip(_flat(value), _flat(kind), strict=True) if k != "constexpr")
 
-    def __call__(
-        self,
-        x: int,
-        y: int,
-        z: int,
-        stream: int,
-        function: Function,
-        packed: Any,
-        meta: Any,
-        enter: Any,
-        leave: Any,
-        *args: Any,
-    ) -> None:
+    def __call__(self, x: int, y: int, z: int, stream: int, function: Function, *others: Any) -> None:
+        """Run a grid. others: packed and other metadata, hooks, and the arguments of the kernel."""
+        args = others[4:]
         if x * y * z == 0:
             return
         program = session.program(function)

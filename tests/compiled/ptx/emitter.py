@@ -7,8 +7,13 @@ from typing import Any
 
 import numpy as np
 
-from tests.compiled.ptx import arithmetic, matrices, warps
-from tests.compiled.ptx.text import WIDTHS, Imm, Ins, Kernel, Not, PtxError, Reg, Sym
+from tests.compiled.ptx import arithmetic
+from tests.compiled.ptx.text import WIDTHS, Imm, Ins, Kernel, Not, PtxError, Reg, Sym, Vec
+
+
+def items(operand: Any) -> tuple[Any, ...]:
+    """The parts of a vector, or the one operand."""
+    return operand.items if isinstance(operand, Vec) else (operand,)
 
 
 class Emitter:
@@ -19,11 +24,11 @@ class Emitter:
         self.constants: list[Any] = []
         self.known: dict[tuple[int, int], int] = {}
         self.space = {name: getattr(arithmetic, name) for name in dir(arithmetic) if not name.startswith("__")}
-        self.space |= {"np": np, "K": self.constants, "matrices": matrices, "warps": warps}
+        self.space |= {"np": np, "K": self.constants}
         self.param = {name: i for i, (_, name) in enumerate(kernel.params)}
         self.lines: list[str] = []
         self.of_line: list[Ins | None] = []
-        self.ins: Ins | None = None
+        self.ins_of_line: Ins | None = None
         self.guard = False  # whether results are merged under `q`
         self.mask = "m"  # of memory
 
@@ -39,12 +44,10 @@ class Emitter:
     def bits(self, arg: Any, width: int) -> str:
         """The operand as unsigned bits of that width."""
         if isinstance(arg, Imm):
-            if arg.is_float == 64 and width == 32:
-                value = np.array([arg.bits], np.uint64).view(np.float64).astype(np.float32).view(np.uint32)
-                return self.constant(int(value[0]), 32)
-            if arg.is_float == 32 and width == 64:
-                value = np.array([arg.bits], np.uint32).view(np.float32).astype(np.float64).view(np.uint64)
-                return self.constant(int(value[0]), 64)
+            if arg.is_float and width in (32, 64) and arg.is_float != width:
+                of, to = np.dtype(f"f{arg.is_float // 8}"), np.dtype(f"f{width // 8}")
+                value = np.array([arg.bits], arithmetic.UINT[arg.is_float]).view(of).astype(to)
+                return self.constant(int(value.view(arithmetic.UINT[width])[0]), width)
             return self.constant(arg.bits, width)
         if isinstance(arg, Reg):
             if arg.width == width:
@@ -85,7 +88,7 @@ class Emitter:
 
     def emit(self, text: str) -> None:
         self.lines.append("    " + text)
-        self.of_line.append(self.ins)
+        self.of_line.append(self.ins_of_line)
 
     def result(self, reg: Reg, text: str, width: int, signed: bool = False) -> None:
         """Write bits of `width` to a register that may be wider."""

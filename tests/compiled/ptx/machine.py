@@ -1,28 +1,28 @@
-"""Run some blocks of a launch: all their threads as one numpy array, in step.
+"""Run a kernel, a few of its blocks at a time: all their threads as one numpy array, in step.
 
 Diverged threads go on at the lowest block of instructions that any of them has reached, so they meet where ways meet.
 A barrier lets the threads of a block go on when all that live have come to it. What is wrong is reported with kernel,
 line of PTX and of source, block, thread and address: it ends the run, or is noted and the run goes on.
 """
 
-from collections import Counter
+import time
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
-from tests.compiled.ptx import counters
 from tests.compiled.ptx.arithmetic import UINT
 from tests.compiled.ptx.barriers import Barriers
 from tests.compiled.ptx.bulk import Bulk
-from tests.compiled.ptx.copies import Copies
-from tests.compiled.ptx.global_memory import GlobalMemory
-from tests.compiled.ptx.local_memory import LocalMemory
+from tests.compiled.ptx.counters import Traffic, sectors, wavefronts
+from tests.compiled.ptx.global_memory import Allocation, GlobalMemory, LocalMemory
 from tests.compiled.ptx.program import Program
-from tests.compiled.ptx.shared_memory import BASE, SharedMemory
-from tests.compiled.ptx.text import PtxError
+from tests.compiled.ptx.shared_memory import BASE, Copies, SharedMemory
+from tests.compiled.ptx.text import WIDTHS, PtxError
+from tests.compiled.ptx.warps import Warps
 from tests.compiled.ptx.wgmma import Wgmma
 
+Grid = tuple[int, int, int]
 Findings = dict[tuple[str, int], list[Any]]  # by kind and line of PTX: the first one's text, and how many
 
 
@@ -39,6 +39,16 @@ class Options:
     steps: int = 50_000_000  # basic blocks of a launch, against endless loops
 
 
+@dataclass
+class Report:
+    """What a launch did."""
+
+    name: str
+    seconds: float
+    traffic: dict[tuple[str, int, str], Traffic]  # by memory, line of PTX and of source; with `memory_traffic`
+    findings: Findings
+
+
 class KernelFault(Exception):
     """The kernel did what it must not."""
 
@@ -47,20 +57,14 @@ class Machine:
     """Some blocks of a launch."""
 
     def __init__(
-        self,
-        program: Program,
-        params: list[Any],
-        blocks: Any,
-        grid: tuple[int, int, int],
-        memory: GlobalMemory,
-        options: Options,
+        self, program: Program, params: list[Any], blocks: Any, grid: Grid, memory: GlobalMemory, options: Options
     ) -> None:
         self.program, self.params, self.grid, self.options = program, params, grid, options
-        self.counters: Counter[str] = Counter()
-        self.traffic: dict[tuple[str, int], counters.Traffic] = {}  # by memory and number of the instruction
+        self.traffic: dict[tuple[str, int], Traffic] = {}  # by memory and number of the instruction
         self.findings: Findings = {}
         self.threads, self.blocks = program.kernel.threads, len(blocks)
         self.lanes = self.threads * self.blocks
+        self.every = np.arange(self.lanes)
         self.block_of_lane = np.repeat(np.arange(self.blocks), self.threads)
         self.block_of = np.repeat(np.asarray(blocks), self.threads).astype(np.int32)  # of the grid
         self.thread = np.tile(np.arange(self.threads), self.blocks)
@@ -70,13 +74,26 @@ class Machine:
         memory.machine = self
         self.shared = SharedMemory(self, program.shared)
         self.local = LocalMemory(self, program.kernel.local.size)
-        self.copies, self.wgmma = Copies(self), Wgmma(self)
+        self.warps, self.copies, self.wgmma = Warps(self), Copies(self), Wgmma(self)
         self.barriers, self.bulk = Barriers(self), Bulk(self)
         self.specials: dict[tuple[str, int], Any] = {}
         self.looked_at = -1  # what the mbarriers were when all that wait looked last
         self.registers: list[Any] = [None] * len(program.kernel.widths)
 
     # ---- what instructions ask
+
+    def of_threads(self, x: Any) -> Any:
+        """An element a thread, of what may be one for all."""
+        return np.broadcast_to(x, (self.lanes,))
+
+    def here(self, mask: Any) -> Any:
+        """Which threads take part."""
+        return self.of_threads(True if mask is None else mask)
+
+    def active(self, mask: Any, address: Any) -> tuple[Any, Any]:
+        """Return the threads that take part, and what each of them has."""
+        lanes = self.every if mask is None else np.flatnonzero(self.of_threads(mask))
+        return lanes, self.of_threads(address)[lanes]
 
     def special(self, name: str, width: int) -> Any:
         key = (name, width)
@@ -105,23 +122,18 @@ class Machine:
             return np.array([kernel.local.offsets[name]], UINT[width])
         return np.array([BASE + kernel.shared.offsets.get(name, 0)], UINT[width])
 
-    def active_warps(self, mask: Any) -> int:
-        if mask is None:
-            return self.lanes // 32
-        return int(np.broadcast_to(mask, (self.lanes,)).reshape(-1, 32).any(1).sum())
-
     def refuse(self, bad: Any, kind: str, number: int, lanes: Any, address: Any, detail: str = "") -> None:
         """Report the accesses that `bad` marks, if any.
 
         Args:
-            lanes: whose accesses they are; None: of all threads, in order.
+            lanes: whose accesses they are.
             address: of each, or one for all.
         """
         rows = np.flatnonzero(bad)
         if len(rows) == 0:
             return
         ins = self.program.ins[number]
-        lane = int(rows[0] if lanes is None else lanes[rows[0]])
+        lane = int(lanes[rows[0]])
         where = int(address[rows[0]] if len(address) > 1 else address[0])
         text = (
             f"{self.program.kernel.name}: {kind}{f' ({detail})' if detail else ''}, PTX line {ins.line} "
@@ -133,26 +145,24 @@ class Machine:
         self.findings.setdefault((kind, ins.line), [text, 0])[1] += len(rows)
 
     def trap(self, number: int, mask: Any) -> None:
-        self.refuse([mask is None or np.any(mask)], "trap", number, None, [0])
+        self.refuse([np.any(self.here(mask))], "trap", number, [0], [0])
 
     def count(self, space: str, number: int, lanes: Any, place: Any, size: int) -> None:
-        """Count what an access of some threads (None: all) to global or shared memory takes."""
+        """Count what an access of some threads to global or shared memory takes."""
         if self.options.memory_traffic and len(place):
-            every = np.arange(self.lanes) if lanes is None else lanes
-            found = (counters.sectors if space == "global" else counters.wavefronts)(every, place, size)
-            self.traffic[space, number] = self.traffic.get((space, number), counters.Traffic()) + found
+            found = (sectors if space == "global" else wavefronts)(lanes, place, size)
+            self.traffic[space, number] = self.traffic.get((space, number), Traffic()) + found
 
     # ---- the run
 
-    def run(self) -> Counter[int]:
-        """Run to the end; return how many warps went through each basic block."""
+    def run(self) -> None:
+        """Run to the end."""
         program, R = self.program, self.registers
         self.pending: dict[int, Any] = {0: np.ones(self.lanes, bool)}  # basic block -> who is there
         self.waiting: dict[int, Any] = {}  # at the barrier before that block
         self.stalled: dict[int, Any] = {}  # who looks at an mbarrier again when nobody else can go on
         self.live = self.pending[0]  # replaced, never changed in place
         everybody = True
-        executed: Counter[int] = Counter()
         for _ in range(self.options.steps):
             if not self.pending and not self.look_again():
                 break
@@ -161,7 +171,6 @@ class Machine:
             full = mask is self.live or np.array_equal(mask, self.live)
             function = program.block(n, not full)
             m = None if full and everybody else mask
-            executed[n] += self.active_warps(m)
             try:
                 branch = function(self, R, m)
             except KernelFault:
@@ -176,13 +185,9 @@ class Machine:
             lanes = np.flatnonzero(np.logical_or.reduce(list(self.waiting.values())))
             raise KernelFault(f"{program.kernel.name}: threads wait at a barrier that others never reach: {lanes[:4]}")
         if self.wgmma.pending:
-            self.refuse([True], "ends with a wgmma that nobody waited for", self.wgmma.pending[0].number, None, [0])
+            self.refuse([True], "ends with a wgmma that nobody waited for", self.wgmma.pending[0].number, [0], [0])
         self.barriers.end()
         self.bulk.end()
-        for n, warps in executed.items():
-            for name, count in program.classes[n].items():
-                self.counters["warp instructions " + name] += count * warps
-        return executed
 
     def stall(self, last: int) -> None:
         """Let those wait who found the phase of an mbarrier not ended, and went back to look again."""
@@ -215,7 +220,7 @@ class Machine:
         """Send the threads on from the end of a basic block; return whether some have ended."""
         kind, to, conditional = self.program.ends[n]
         if conditional:
-            branch = np.broadcast_to(branch, (self.lanes,))
+            branch = self.of_threads(branch)
             taken, left = mask & branch, mask & ~branch
             if not taken.any():
                 self.add(n + 1, mask)
@@ -254,3 +259,33 @@ class Machine:
                     self.waiting[to] = rest
                 else:
                     del self.waiting[to]
+
+
+def launch(program: Program, grid: Grid, values: list[int], allocations: list[Allocation], options: Options) -> Report:
+    """Run all blocks. `values`: the bits of the parameters, in order.
+
+    Blocks with wgmma run one by one, as its operands and groups belong to a block; others together up to
+    `options.lanes` threads, which costs numpy as much as one.
+
+    Raises:
+        KernelFault: the kernel did what it must not, unless that is to be noted.
+        PtxError: it needs what is not there.
+    """
+    start = time.perf_counter()
+    report = Report(program.kernel.name, 0.0, {}, {})
+    params = [np.array([v], UINT[WIDTHS[t]]) for (t, _), v in zip(program.kernel.params, values, strict=True)]
+    total = grid[0] * grid[1] * grid[2]
+    together = 1 if program.uses_wgmma else max(1, options.lanes // program.kernel.threads)
+    memory = GlobalMemory(allocations)
+    with np.errstate(all="ignore"):
+        for first in range(0, total, together):
+            blocks = range(first, min(first + together, total))
+            machine = Machine(program, params, blocks, grid, memory, options)
+            machine.run()
+            for (space, number), found in machine.traffic.items():
+                place = space, program.ins[number].line, program.ins[number].source
+                report.traffic[place] = report.traffic.get(place, Traffic()) + found
+            for key, (text, count) in machine.findings.items():
+                report.findings.setdefault(key, [text, 0])[1] += count
+    report.seconds = time.perf_counter() - start
+    return report

@@ -1,53 +1,61 @@
-"""Translation of arithmetic: integers, floats of 16, 32 and 64 bits, and pairs of 16."""
+"""Translation of arithmetic, comparisons, choices, moves and conversions."""
 
 from functools import partialmethod
 from typing import Any
 
-from tests.compiled.ptx.emitter import Emitter
-from tests.compiled.ptx.text import WIDTHS, Imm, Ins, PtxError, Reg
+from tests.compiled.ptx.emitter import Emitter, items
+from tests.compiled.ptx.text import WIDTHS, Imm, Ins, PtxError, Reg, Vec
 
-_NUMPY = {"u": "u", "b": "u", "s": "i"}
+_COMPARE = {"eq": "{} == {}", "ne": "{} != {}", "lt": "{} < {}", "le": "{} <= {}", "gt": "{} > {}", "ge": "{} >= {}"}
+_COMPARE |= {"lo": "{} < {}", "ls": "{} <= {}", "hi": "{} > {}", "hs": "{} >= {}"}
+# NaN makes the first false, and those with "u" true.
+_COMPARE_FLOATS = _COMPARE | {"ne": "({0} < {1}) | ({0} > {1})", "equ": "~(({0} < {1}) | ({0} > {1}))"}
+_COMPARE_FLOATS |= {"ltu": "~({} >= {})", "leu": "~({} > {})", "gtu": "~({} <= {})", "geu": "~({} < {})"}
+_COMPARE_FLOATS |= {"neu": "{} != {}", "nan": "np.isnan({}) | np.isnan({})", "num": "~(np.isnan({}) | np.isnan({}))"}
+_ROUNDINGS = {"rzi": "trunc", "rni": "rint", "rmi": "floor", "rpi": "ceil"}
 
 
 class Arithmetic(Emitter):
     """`op_X` writes what the opcode X does."""
 
-    def binary(self, i: Ins, d: Reg, a: Any, b: Any, *, sign: str, function: str) -> None:
+    def compute(self, i: Ins, d: Reg, *args: Any, form: str, function: str = "") -> None:
+        """Write a result of the instruction's type.
+
+        Args:
+            form: the expression, with a pair of braces for each operand.
+            function: what it is for floats of 16 bits, of arrays in fp64.
+        """
         kind = i.op[-1]
-        if kind == "f32" or kind == "f64":
-            x, y = self.value(a, kind), self.value(b, kind)
-            if "ftz" in i.op:
-                x, y = f"flush({x})", f"flush({y})"
-            text = f"{x} {sign} {y}"
-            if "ftz" in i.op:
-                text = f"flush({text})"
-            if "sat" in i.op:
-                text = f"np.clip({text}, {kind}(0), {kind}(1))"
-            self.write(d, self.back(text, kind))
-        elif kind in ("f16x2", "bf16x2"):
-            self.write(d, f"halves(np.{function}, {kind[:-2]!r}, {self.bits(a, 32)}, {self.bits(b, 32)})")
-        elif kind in ("f16", "bf16"):
-            self.write(d, f"single16(np.{function}, {kind!r}, {self.bits(a, 16)}, {self.bits(b, 16)})")
-        else:
-            if "sat" in i.op:
+        values = [self.value(x, kind) for x in args]
+        if kind.startswith(("f16", "bf16")):
+            if "relu" in i.op:
+                function = f"lambda *x: np.maximum(({function})(*x), 0)"
+            helper = "halves" if kind.endswith("x2") else "single16"
+            return self.write(d, f"{helper}({function}, {kind.removesuffix('x2')!r}, {', '.join(values)})")
+        flushed = "flush({})" if "ftz" in i.op else "{}"
+        text = flushed.format(form.format(*(flushed.format(x) for x in values)))
+        if "relu" in i.op:
+            text = f"np.maximum({text}, {self.value(Imm(0, 0), kind)})"
+        if "sat" in i.op:
+            if "f" not in kind:
                 raise PtxError("saturation")
-            width = WIDTHS[kind]
-            self.write(d, f"{self.bits(a, width)} {sign} {self.bits(b, width)}")
+            text = f"np.clip({text}, {kind}(0), {kind}(1))"
+        return self.write(d, self.back(text, kind))
 
     def product(self, i: Ins, a: Any, b: Any) -> tuple[str, int]:
         kind = i.op[-1]
         width = WIDTHS[kind]
         if "wide" in i.op:
-            wide = f"{_NUMPY[kind[0]]}{2 * width}"
+            wide = f"{'i' if kind[0] == 's' else 'u'}{2 * width}"
             x, y = self.value(a, kind), self.value(b, kind)
             return f"({x}.astype({wide}) * {y}.astype({wide})).view(u{2 * width})", 2 * width
         if "hi" in i.op:
-            return f"mulhi({self.value(a, kind)}, {self.value(b, kind)}, {width}).view(u{width})", width
+            return f"mulhi({self.value(a, kind)}, {self.value(b, kind)}).view(u{width})", width
         return f"{self.bits(a, width)} * {self.bits(b, width)}", width
 
     def op_mul(self, i: Ins, d: Reg, a: Any, b: Any) -> None:
         if "f" in i.op[-1]:
-            self.binary(i, d, a, b, sign="*", function="multiply")
+            self.compute(i, d, a, b, form="{} * {}", function="np.multiply")
         else:
             self.write(d, self.product(i, a, b)[0])
 
@@ -55,138 +63,155 @@ class Arithmetic(Emitter):
         if "f" in i.op[-1]:
             return self.op_fma(i, d, a, b, c)
         text, width = self.product(i, a, b)
-        self.write(d, f"{text} + {self.bits(c, width)}")
+        return self.write(d, f"{text} + {self.bits(c, width)}")
 
-    def op_fma(self, i: Ins, d: Reg, a: Any, b: Any, c: Any) -> None:
-        kind = i.op[-1]
-        values = [self.value(x, kind) for x in (a, b, c)]
-        if kind == "f32":
-            if "ftz" in i.op:
-                values = [f"flush({x})" for x in values]
-            text = f"fma32({', '.join(values)})"
-            self.write(d, self.back(f"flush({text})" if "ftz" in i.op else text, kind))
-        elif kind == "f64":
-            self.write(d, self.back(f"{values[0]} * {values[1]} + {values[2]}", kind))
-        else:
-            function = "lambda x, y, z: x * y + z" if "relu" not in i.op else "lambda x, y, z: np.maximum(x * y + z, 0)"
-            helper = "halves" if kind.endswith("x2") else "single16"
-            self.write(d, f"{helper}({function}, {kind.removesuffix('x2')!r}, {', '.join(values)})")
+    def op_fma(self, i: Ins, d: Reg, *args: Any) -> None:
+        form = "fma32({}, {}, {})" if i.op[-1] == "f32" else "{} * {} + {}"
+        self.compute(i, d, *args, form=form, function="lambda x, y, z: x * y + z")
 
     def op_div(self, i: Ins, d: Reg, a: Any, b: Any) -> None:
-        kind = i.op[-1]
-        if "f" in kind:
-            text = f"{self.value(a, kind)} / {self.value(b, kind)}"
-            self.write(d, self.back(f"flush({text})" if "ftz" in i.op else text, kind))
-        else:
-            self.write(d, self.back(f"divide({self.value(a, kind)}, {self.value(b, kind)})", kind))
-
-    def op_rem(self, i: Ins, d: Reg, a: Any, b: Any) -> None:
-        self.write(d, self.back(f"remainder({self.value(a, i.op[-1])}, {self.value(b, i.op[-1])})", i.op[-1]))
-
-    def logic(self, i: Ins, d: Reg, a: Any, b: Any, *, sign: str) -> None:
-        width = WIDTHS[i.op[-1]]
-        self.write(d, f"{self.bits(a, width)} {sign} {self.bits(b, width)}")
-
-    def op_not(self, i: Ins, d: Reg, a: Any) -> None:
-        self.write(d, f"~{self.bits(a, WIDTHS[i.op[-1]])}")
+        self.compute(i, d, a, b, form="{} / {}" if "f" in i.op[-1] else "divide({}, {})")
 
     def shift(self, i: Ins, d: Reg, a: Any, n: Any, *, name: str, sign: str) -> None:
-        kind = i.op[-1]
-        width = WIDTHS[kind]
-        x = self.value(a, kind)
-        if isinstance(n, Imm) and 0 <= n.bits < width:
-            amount = self.constant(n.bits, width)
-            text = f"{x} {sign} {amount}" + (f".view(i{width})" if kind[0] == "s" else "")
-        else:
-            text = f"{name}({x}, {self.bits(n, 32)}, {width})"
-        self.write(d, self.back(text, kind))
-
-    def op_shf(self, i: Ins, d: Reg, a: Any, b: Any, n: Any) -> None:
-        args = ", ".join(self.bits(x, 32) for x in (a, b, n))
-        self.write(d, f"shf({args}, {i.op[1] == 'l'}, {'wrap' in i.op})")
-
-    def op_bfe(self, i: Ins, d: Reg, a: Any, pos: Any, length: Any) -> None:
-        kind = i.op[-1]
-        width = WIDTHS[kind]
-        signed = kind[0] == "s"
-        if isinstance(pos, Imm) and isinstance(length, Imm) and length.bits > 0 and pos.bits + length.bits <= width:
-            up, down = width - pos.bits - length.bits, width - length.bits
-            text = f"({self.bits(a, width)} << {self.constant(up, width)})"
-            if signed:
-                text = f"({text}.view(i{width}) >> {self.constant(down, width)}.view(i{width})).view(u{width})"
-            else:
-                text = f"{text} >> {self.constant(down, width)}"
-            return self.write(d, text)
-        args = f"{self.bits(a, width)}, {self.bits(pos, 32)}, {self.bits(length, 32)}"
-        return self.write(d, f"bfe({args}, {width}, {signed})")
-
-    def op_bfi(self, i: Ins, d: Reg, a: Any, b: Any, pos: Any, length: Any) -> None:
         width = WIDTHS[i.op[-1]]
-        args = ", ".join((self.bits(a, width), self.bits(b, width), self.bits(pos, 32), self.bits(length, 32)))
-        self.write(d, f"bfi({args}, {width})")
+        if isinstance(n, Imm) and 0 <= n.bits < width:
+            self.compute(i, d, a, n, form=f"{{}} {sign} {{}}")
+        else:
+            self.compute(i, d, a, form=f"{name}({{}}, {self.bits(n, 32)})")
 
-    def op_prmt(self, i: Ins, d: Reg, a: Any, b: Any, c: Any) -> None:
-        if i.op[-1] != "b32":
-            raise PtxError("prmt modes")
-        self.write(d, f"prmt({self.bits(a, 32)}, {self.bits(b, 32)}, {self.bits(c, 32)})")
+    def op_shf(self, i: Ins, d: Reg, *args: Any) -> None:
+        self.compute(i, d, *args, form=f"shf({{}}, {{}}, {{}}, {i.op[1] == 'l'}, {'wrap' in i.op})")
 
     def op_lop3(self, i: Ins, d: Reg, a: Any, b: Any, c: Any, table: Imm) -> None:
-        self.write(d, f"lop3({self.bits(a, 32)}, {self.bits(b, 32)}, {self.bits(c, 32)}, {table.bits})")
-
-    def op_clz(self, i: Ins, d: Reg, a: Any) -> None:
-        self.write(d, f"clz({self.bits(a, WIDTHS[i.op[-1]])}, {WIDTHS[i.op[-1]]})")
-
-    def op_popc(self, i: Ins, d: Reg, a: Any) -> None:
-        self.write(d, f"popc({self.bits(a, WIDTHS[i.op[-1]])})")
-
-    def op_brev(self, i: Ins, d: Reg, a: Any) -> None:
-        self.write(d, f"brev({self.bits(a, WIDTHS[i.op[-1]])}, {WIDTHS[i.op[-1]]})")
-
-    def unary(self, i: Ins, d: Reg, a: Any, *, function: str) -> None:
-        kind = i.op[-1]
-        x = self.value(a, kind)
-        if kind in ("f16x2", "bf16x2"):
-            return self.write(d, f"halves({function}, {kind[:-2]!r}, {x})")
-        if kind in ("f16", "bf16"):
-            return self.write(d, f"single16({function}, {kind!r}, {x})")
-        text = f"{function}(flush({x}))" if "ftz" in i.op else f"{function}({x})"
-        return self.write(d, self.back(f"flush({text})" if "ftz" in i.op else text, kind))
-
-    def op_copysign(self, i: Ins, d: Reg, a: Any, b: Any) -> None:
-        self.write(d, self.back(f"np.copysign({self.value(b, i.op[-1])}, {self.value(a, i.op[-1])})", i.op[-1]))
+        self.compute(i, d, a, b, c, form=f"lop3({{}}, {{}}, {{}}, {table.bits})")
 
     def extreme(self, i: Ins, d: Reg, *args: Any, name: str) -> None:
-        kind = i.op[-1]
-        values = [self.value(x, kind) for x in args]
-        if "f" in kind:
-            function = f"np.{name}imum" if "NaN" in i.op else f"np.f{name}"
-            if kind in ("f16x2", "bf16x2"):
-                return self.write(d, f"halves({function}, {kind[:-2]!r}, {', '.join(values)})")
-            if kind in ("f16", "bf16"):
-                return self.write(d, f"single16({function}, {kind!r}, {', '.join(values)})")
-            if "ftz" in i.op:
-                values = [f"flush({x})" for x in values]
-        else:
-            function = f"np.{name}imum"
-        text = f"{function}({values[0]}, {values[1]})"
-        if len(values) == 3:
-            text = f"{function}({text}, {values[2]})"
-        if "relu" in i.op:
-            text = f"np.maximum({text}, {self.value(Imm(0, 0), kind)})"
-        return self.write(d, self.back(text, kind))
+        function = f"np.f{name}" if "f" in i.op[-1] and "NaN" not in i.op else f"np.{name}imum"
+        form = f"{function}({{}}, {{}})" if len(args) == 2 else f"{function}({function}({{}}, {{}}), {{}})"
+        self.compute(i, d, *args, form=form, function=function)
 
-    op_add = partialmethod(binary, sign="+", function="add")
-    op_sub = partialmethod(binary, sign="-", function="subtract")
-    op_and = partialmethod(logic, sign="&")
-    op_or = partialmethod(logic, sign="|")
-    op_xor = partialmethod(logic, sign="^")
+    op_add = partialmethod(compute, form="{} + {}", function="np.add")
+    op_sub = partialmethod(compute, form="{} - {}", function="np.subtract")
+    op_rem = partialmethod(compute, form="remainder({}, {})")
+    op_and = partialmethod(compute, form="{} & {}")
+    op_or = partialmethod(compute, form="{} | {}")
+    op_xor = partialmethod(compute, form="{} ^ {}")
+    op_not = partialmethod(compute, form="~{}")
+    op_copysign = partialmethod(compute, form="np.copysign({1}, {0})")
     op_shl = partialmethod(shift, name="shl", sign="<<")
     op_shr = partialmethod(shift, name="shr", sign=">>")
     op_min = partialmethod(extreme, name="min")
     op_max = partialmethod(extreme, name="max")
+    op_bfe = partialmethod(compute, form="bfe({}, {}, {})")
+    op_bfi = partialmethod(compute, form="bfi({}, {}, {}, {})")
+    op_prmt = partialmethod(compute, form="prmt({}, {}, {})")
+
+    # ---- comparisons, choices, moves
+
+    def op_setp(self, i: Ins, d: Any, a: Any, b: Any, c: Any = None) -> None:
+        kind = i.op[-1]
+        form = (_COMPARE_FLOATS if "f" in kind else _COMPARE)[i.op[1]]
+        targets = items(d)
+        if kind in ("f16x2", "bf16x2"):
+            for target, take in zip(targets, ("low16", "high16"), strict=False):
+                self.write(target, form.format(*(f"widen({take}({self.bits(v, 32)}), {kind[:-2]!r})" for v in (a, b))))
+            return
+        x, y = self.value(a, kind), self.value(b, kind)
+        if kind in ("f16", "bf16"):
+            x, y = f"widen({x}, {kind!r})", f"widen({y}, {kind!r})"
+        if "ftz" in i.op:
+            x, y = f"flush({x})", f"flush({y})"
+        sign = {"and": "&", "or": "|", "xor": "^"}.get(i.op[2])
+        self.emit(f"t = {form.format(x, y)}")
+        extra = f" {sign} {self.bits(c, 1)}" if sign else ""
+        self.write(targets[0], f"t{extra}")
+        if len(targets) > 1:
+            self.write(targets[1], f"~t{extra}")
+
+    def op_selp(self, i: Ins, d: Reg, a: Any, b: Any, p: Any) -> None:
+        width = WIDTHS[i.op[-1]]
+        self.write(d, f"np.where({self.bits(p, 1)}, {self.bits(a, width)}, {self.bits(b, width)})")
+
+    def op_mov(self, i: Ins, d: Any, a: Any) -> None:
+        width = WIDTHS[i.op[-1]]
+        if isinstance(d, Vec):
+            part = width // len(d.items)
+            self.emit(f"t = {self.bits(a, width)}")
+            for n, item in enumerate(d.items):
+                if item is not None:
+                    self.write(item, f"(t >> {self.constant(n * part, width)}).astype(u{item.width})")
+        elif isinstance(a, Vec):
+            part = width // len(a.items)
+            pieces = []
+            for n, item in enumerate(a.items):
+                text = f"{self.bits(item, part)}.astype(u{width})"
+                pieces.append(f"({text} << {self.constant(n * part, width)})" if n else text)
+            self.write(d, " | ".join(pieces))
+        else:
+            self.write(d, self.bits(a, width))
+
+    def op_cvta(self, i: Ins, d: Reg, a: Any) -> None:
+        if "shared" in i.op:
+            raise PtxError("generic addresses of shared memory")
+        self.write(d, self.bits(a, WIDTHS[i.op[-1]]))
+
+    # ---- conversions
+
+    def op_cvt(self, i: Ins, d: Reg, *args: Any) -> None:
+        to, of = i.op[-2], i.op[-1]
+        modes = set(i.op[1:-2])
+        if to in ("f16x2", "bf16x2"):
+            self.convert_pair(d, to[:-2], modes, args)
+        elif to == "tf32":
+            self.write(d, f"to_tf32({self.value(args[0], 'f32')})")
+        elif of in ("f16", "bf16"):
+            self.convert_float(d, f"widen({self.value(args[0], of)}, {of!r})", "f32", to, modes)
+        elif of in ("f32", "f64"):
+            self.convert_float(d, self.value(args[0], of), of, to, modes)
+        else:
+            self.convert_integer(d, self.value(args[0], of), of, to, modes)
+
+    def convert_pair(self, d: Reg, kind: str, modes: set[str], args: tuple[Any, ...]) -> None:
+        if "satfinite" in modes:
+            raise PtxError("satfinite")
+        name = f"f32_to_{kind}" + ("_rz" if "rz" in modes else "")
+        x, y = (self.value(v, "f32") for v in args)
+        if "relu" in modes:
+            x, y = f"np.maximum({x}, f32(0))", f"np.maximum({y}, f32(0))"
+        self.write(d, f"pack16({name}({x}), {name}({y}))")
+
+    def convert_float(self, d: Reg, x: str, of: str, to: str, modes: set[str]) -> None:
+        rounding = next((mode for mode in modes if mode in _ROUNDINGS), None)
+        if to in ("f16", "bf16"):
+            narrow = f"narrow64({x}, {to!r})"
+            self.write(d, narrow if of == "f64" else f"f32_to_{to}{'_rz' if 'rz' in modes else ''}({x})")
+        elif to in ("f32", "f64"):
+            text = f"np.{_ROUNDINGS[rounding]}({x})" if rounding else f"{x}.astype({to})"
+            if "sat" in modes:
+                text = f"np.clip({text}, {to}(0), {to}(1))"
+            self.write(d, self.back(f"flush({text})" if "ftz" in modes and to == "f32" else text, to))
+        else:
+            width = WIDTHS[to]
+            text = f"to_integer(np.{_ROUNDINGS[rounding]}({x}.astype(f64)), {width}, {to[0] == 's'})"
+            self.result(d, text, width, to[0] == "s")
+
+    def convert_integer(self, d: Reg, x: str, of: str, to: str, modes: set[str]) -> None:
+        width, wide = WIDTHS[to], max(WIDTHS[to], WIDTHS[of])
+        if to in ("f32", "f64"):
+            self.write(d, self.back(f"{x}.astype({to})", to))
+        elif to in ("f16", "bf16"):
+            self.write(d, f"narrow64({x}.astype(f64), {to!r})")
+        elif "sat" in modes:
+            kind = f"np.iinfo({'i' if to[0] == 's' else 'u'}{width})"
+            self.result(d, f"np.clip({x}, {kind}.min, {kind}.max).astype(u{width})", width, to[0] == "s")
+        else:
+            if of[0] == "s":
+                x = f"{x}.astype(i{wide}).view(u{wide})"
+            self.result(d, f"{x}.astype(u{width})", width, to[0] == "s")
 
 
 _UNARY = {"neg": "np.negative", "abs": "np.abs", "ex2": "np.exp2", "lg2": "np.log2", "sin": "np.sin", "cos": "np.cos"}
 _UNARY |= {"tanh": "np.tanh", "sqrt": "np.sqrt", "rsqrt": "rsqrt", "rcp": "np.reciprocal"}
+_UNARY |= {"clz": "clz", "popc": "popc", "brev": "brev"}
 for _name, _function in _UNARY.items():
-    setattr(Arithmetic, f"op_{_name}", partialmethod(Arithmetic.unary, function=_function))
+    setattr(Arithmetic, f"op_{_name}", partialmethod(Arithmetic.compute, form=f"{_function}({{}})", function=_function))

@@ -1,4 +1,4 @@
-"""Shared memory of all blocks that run together, and the checks of each access to it.
+"""Shared memory of all blocks that run together, the checks of each access to it, and cp.async.
 
 Each byte has a state: unwritten, written, awaiting an asynchronous copy, or part of an mbarrier; and which warps have
 not seen that a bulk copy to it ended. With `races_shared` it has more: which warp wrote and read it since which
@@ -6,13 +6,12 @@ barrier, how many wgmma and bulk stores under way read it, and whether it was wr
 Nothing is found by luck: warps run in step, and a race is found by who did what between barriers.
 """
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from tests.compiled.ptx.arithmetic import UINT, i64, u8
-from tests.compiled.ptx.atomics import atomic
-from tests.compiled.ptx.global_memory import ONES
+from tests.compiled.ptx.global_memory import ONES, atomic
 
 BASE = 1024  # where a block's shared memory begins: the system takes the first KiB on sm_90
 UNWRITTEN, WRITTEN, AWAITED, HELD = 0, 1, 2, 4  # states of a byte: HELD by an mbarrier
@@ -52,25 +51,21 @@ class SharedMemory:
         """Return addresses as a block sees them."""
         return index * size % self.stride + BASE
 
-    def find(self, number: int, mask: Any, address: Any, total: int, threads: Any = None) -> tuple[Any, Any]:
-        """Return the active threads (None: all) and the index into a view of elements of that many bits."""
-        m = self.machine
-        size = total // 8
-        every = m.lanes if threads is None else len(threads)
-        address = np.broadcast_to(address, (every,))
-        lanes = None if mask is None else np.flatnonzero(np.broadcast_to(mask, (every,)))
-        base = self.block_base if threads is None else self.block_base[threads]
-        if lanes is not None:
-            address, base = address[lanes], base[lanes]
-        if len(address) == 0:
-            return lanes, address.astype(i64)
-        if size > 1:
-            m.refuse((address & (size - 1)) != 0, "misaligned", number, lanes, address, f"shared, {size} bytes")
-        if address.min() < BASE or address.max() + size > BASE + self.size:
-            bad = (address < BASE) | (address + size > BASE + self.size)
-            m.refuse(bad, "outside shared memory", number, lanes, address, f"{size} bytes")
-            address = np.clip(address, BASE, BASE + self.size - size)
-        return lanes, (address + base) // size
+    def find(self, number: int, lanes: Any, address: Any, total: int) -> Any:
+        """Return where some threads' addresses are: the index into a view of elements of that many bits."""
+        m, size = self.machine, total // 8
+        address = address.astype(i64)
+        m.refuse((address & (size - 1)) != 0, "misaligned", number, lanes, address, f"shared, {size} bytes")
+        bad = (address < BASE) | (address + size > BASE + self.size)
+        m.refuse(bad, "outside shared memory", number, lanes, address, f"{size} bytes")
+        return (np.clip(address, BASE, BASE + self.size - size) + self.block_base[lanes]) // size
+
+    def active(self, number: int, mask: Any, address: Any, total: int) -> tuple[Any, Any]:
+        """Return the active threads, and the index of each; counted as an access of theirs."""
+        lanes, address = self.machine.active(mask, address)
+        index = self.find(number, lanes, address, total)
+        self.machine.count("shared", number, lanes, index * (total // 8), total // 8)
+        return lanes, index
 
     def check_read(self, number: int, lanes: Any, index: Any, total: int) -> None:
         width = min(total, 64)
@@ -84,7 +79,7 @@ class SharedMemory:
             )  # fmt: skip
             self.refuse(bad, f"shared memory read {what}", number, lanes, index, total // 8, f"{total // 8} bytes")
         if self.unseen is not None:
-            warps = self.machine.warp_in_block if lanes is None else self.machine.warp_in_block[lanes]
+            warps = self.machine.warp_in_block[lanes]
             bad = (self.unseen.reshape(-1, total // 8)[index] >> warps[:, None] & 1).any(1)
             self.refuse(bad, NOT_WAITED, number, lanes, index, total // 8)
 
@@ -99,8 +94,6 @@ class SharedMemory:
                 nobody: Triton lets several warps store one value to one place.
         """
         m = self.machine
-        if lanes is None:
-            lanes = np.arange(m.lanes)
         if changed is not None:
             if not changed.any():
                 return
@@ -126,8 +119,7 @@ class SharedMemory:
         """What was written is there for wgmma, too, which reads by another way (the async proxy)."""
         m = self.machine
         if self.races:
-            here = np.ones(m.lanes, bool) if mask is None else np.broadcast_to(mask, (m.lanes,))
-            there = here.reshape(m.blocks, -1).any(1)
+            there = m.here(mask).reshape(m.blocks, -1).any(1)
             self.generic.reshape(m.blocks, self.stride)[there] = 0
             m.barriers.fence(there)
 
@@ -176,38 +168,98 @@ class SharedMemory:
 
     def load(self, number: int, mask: Any, address: Any, width: int, count: int) -> list[Any]:
         total, m = width * count, self.machine
-        lanes, index = self.find(number, mask, address, total)
-        if len(index) == 0:
-            return [np.zeros(m.lanes, UINT[width])] * count
+        lanes, index = self.active(number, mask, address, total)
         self.check_read(number, lanes, index, total)
         if self.races:
             self.race(number, lanes, index, total // 8)
-        m.count("shared", number, lanes, index * (total // 8), total // 8)
-        values = self.view("bytes", total, width)[index]
-        if lanes is not None:
-            full = np.zeros((m.lanes, count), UINT[width])
-            full[lanes] = values
-            values = full
+        values = np.zeros((m.lanes, count), UINT[width])
+        values[lanes] = self.view("bytes", total, width)[index]
         return [np.ascontiguousarray(values[:, i]) for i in range(count)]
 
     def store(self, number: int, mask: Any, address: Any, width: int, values: list[Any]) -> None:
         total, m = width * len(values), self.machine
-        lanes, index = self.find(number, mask, address, total)
-        if len(index) == 0:
-            return
-        m.count("shared", number, lanes, index * (total // 8), total // 8)
+        lanes, index = self.active(number, mask, address, total)
         rows = np.empty((len(index), len(values)), UINT[width])
         for i, v in enumerate(values):
-            v = np.broadcast_to(v, (m.lanes,))
-            rows[:, i] = v if lanes is None else v[lanes]
+            rows[:, i] = m.of_threads(v)[lanes]
         self.put(number, lanes, index, total, rows)
 
     def atomic(self, number: int, mask: Any, address: Any, kind: str, operation: str, *operands: Any) -> list[Any]:
-        width, every = operands[0][0].itemsize * 8, self.machine.lanes
-        lanes, index = self.find(number, mask, address, width)
+        width, m = operands[0][0].itemsize * 8, self.machine
+        lanes, address = m.active(mask, address)
+        index = self.find(number, lanes, address, width)
         self.check_read(number, lanes, index, width)
-        chosen = slice(None) if lanes is None else lanes
-        result = np.zeros(every, UINT[width])
-        given = [np.broadcast_to(x[0], (every,))[chosen] for x in operands]
-        result[chosen] = atomic(kind, operation, self.view("bytes", width, width)[:, 0], index, *given)
+        result = np.zeros(m.lanes, UINT[width])
+        given = [m.of_threads(x[0])[lanes] for x in operands]
+        result[lanes] = atomic(kind, operation, self.view("bytes", width, width)[:, 0], index, *given)
         return [result]
+
+
+class Copy(NamedTuple):
+    """What threads have asked for by cp.async and not waited for."""
+
+    number: int  # of the instruction
+    size: int
+    lanes: Any
+    group: Any  # of each thread
+    index: Any  # in shared memory, in units of `size`
+    data: Any
+
+    def part(self, which: Any) -> "Copy":
+        """That of some threads."""
+        return Copy(self.number, self.size, *(x[which] for x in self[2:]))
+
+
+class Copies:
+    """cp.async of all threads, each of which counts its own groups.
+
+    Bytes arrive at the wait for their group, as late as the model allows; until then nobody touches them.
+    """
+
+    def __init__(self, machine: Any) -> None:
+        self.machine = machine
+        self.pending: list[Copy] = []
+        self.group = np.zeros(machine.lanes, np.int64)
+
+    def issue(self, number: int, mask: Any, to: Any, source: Any, size: int, given: Any) -> None:
+        """Copy `size` bytes a thread; where `given` is 0, zeros.
+
+        Raises:
+            NotImplementedError: `given` is another part of `size`.
+        """
+        m = self.machine
+        lanes, index = m.shared.active(number, mask, to, size * 8)
+        if len(lanes) == 0:
+            return
+        width = min(size * 8, 64)
+        wanted = mask
+        if given is not None:
+            n = m.of_threads(given)[lanes]
+            if np.any((n != 0) & (n != size)):
+                raise NotImplementedError("cp.async of a part")
+            wanted = np.zeros(m.lanes, bool)
+            wanted[lanes] = n != 0
+        data = np.stack(m.memory.load(number, wanted, source, width, size * 8 // width), 1)[lanes]
+        if m.shared.races:  # from here on the bytes may change at any time
+            m.shared.race(number, lanes, index, size, np.ones(len(lanes), bool))
+            m.shared.check_overwrite(number, lanes, index, size * 8)
+        m.shared.busy(number, lanes, index, size * 8, "shared memory copied to")
+        m.shared.mark(index, size * 8, AWAITED)
+        self.pending.append(Copy(number, size, lanes, self.group[lanes], index, data))
+
+    def commit(self, mask: Any) -> None:
+        self.group = self.group + self.machine.here(mask)
+
+    def wait(self, mask: Any, allowed: int) -> None:
+        """Let arrive what the threads have asked for, but for the last `allowed` groups; -1: all, committed or not."""
+        m = self.machine
+        pending, self.pending = self.pending, []
+        for copy in pending:
+            done = m.here(mask)[copy.lanes]
+            if allowed >= 0:
+                done = done & (copy.group < self.group[copy.lanes] - allowed)
+            if not done.all():
+                self.pending.append(copy.part(~done))
+            if done.any():
+                come = copy.part(done)
+                m.shared.put(come.number, come.lanes, come.index, come.size * 8, come.data, copied=True)

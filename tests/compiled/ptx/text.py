@@ -111,18 +111,16 @@ def _statements(body: str, first_line: int) -> Iterator[tuple[int, str, str]]:
         if line.split()[:1] == [".loc"]:
             source = comment.strip()  # LLVM writes file:line:column there
             continue
-        for char in line:
+        for part in re.findall("[{};]|[^{};]+", line):
             if not text.strip():
-                if char in "{}":
-                    yield number, char, source
-                    text = ""
-                    continue
-                start = number
-            if char == ";":
+                text, start = "", number
+            if part in ("{", "}") and not text:
+                yield number, part, source
+            elif part == ";":
                 yield start, " ".join(text.split()), source
                 text = ""
-                continue
-            text += char
+            else:
+                text += part
         if _LABEL.fullmatch(text.strip()):  # a label has its line to itself
             yield start, text.strip(), source
             text = ""
@@ -148,8 +146,7 @@ class _Reader:
     def __init__(self) -> None:
         self.widths: list[int] = []
         self.names: list[str] = []
-        self.scopes: list[dict[str, Reg]] = [{}]
-        self.local_labels: list[dict[str, str]] = [{}]
+        self.scopes: list[dict[str, Reg | Sym]] = [{}]
         self.opened = 0
         self.ins: list[Ins] = []
         self.labels: dict[str, int] = {}
@@ -159,14 +156,13 @@ class _Reader:
         if text == "{":
             self.opened += 1
             self.scopes.append({})
-            self.local_labels.append({})
         elif text == "}":
             self.scopes.pop()
-            self.local_labels.pop()
         elif _LABEL.fullmatch(text):
             label = text[:-1]
             if len(self.scopes) > 1:
-                self.local_labels[-1][label] = label = f"{label}@{self.opened}"
+                self.scopes[-1][label] = Sym(f"{label}@{self.opened}")
+                label = f"{label}@{self.opened}"
             self.labels[label] = len(self.ins)
         elif text.startswith(".reg"):
             self.declare(text)
@@ -186,11 +182,6 @@ class _Reader:
             pred = self.find(guard.lstrip("!"))
         opcode, _, operands = rest.partition(" ")
         args = [self.operand(x) for x in _operands(operands)]
-        if opcode.startswith("bra"):
-            label = args[0].name
-            for names in reversed(self.local_labels):
-                label = names.get(label, label)
-            args = [Sym(label)]
         self.ins.append(Ins(len(self.ins), line, text, tuple(opcode.split(".")), args, pred, negated, source))
 
     def declare(self, statement: str) -> None:
@@ -207,7 +198,7 @@ class _Reader:
         self.widths.append(width)
         self.names.append(name)
 
-    def find(self, name: str) -> Reg | None:
+    def find(self, name: str) -> Any:
         return next((scope[name] for scope in reversed(self.scopes) if name in scope), None)
 
     def operand(self, text: str) -> Any:
@@ -272,16 +263,9 @@ def read(text: str, name: str | None = None) -> Kernel:
     ):
         reader.statement(line, statement, source)
     blocks, labels = _cut(reader.ins, reader.labels)
+    per_block = int(threads[1]) if threads else 32
     return Kernel(
-        name or entry[1],
-        params,
-        reader.widths,
-        reader.names,
-        blocks,
-        labels,
-        int(threads[1]) if threads else 32,
-        shared,
-        reader.local,
+        name or entry[1], params, reader.widths, reader.names, blocks, labels, per_block, shared, reader.local
     )
 
 

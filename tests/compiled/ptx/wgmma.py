@@ -11,11 +11,10 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from tests.compiled.ptx.arithmetic import UINT, bf16_to_f32, f16_to_f32, f32_to_f16, i64, u16, u32, u64
+from tests.compiled.ptx.arithmetic import UINT, f16_to_f32, f32_to_f16, i64, u16, u32, u64
 from tests.compiled.ptx.global_memory import ONES
-from tests.compiled.ptx.matrices import COLUMN, ROW, a_matrix, tf32
 from tests.compiled.ptx.shared_memory import BASE, NOT_WAITED
-from tests.compiled.ptx.warps import by_warp, require_whole
+from tests.compiled.ptx.warps import fragments, numbers
 
 _SWIZZLE = {0: 0, 1: 128, 2: 64, 3: 32}  # of a descriptor: bytes of a row
 _NOWHERE = np.zeros(1, i64)
@@ -53,25 +52,13 @@ def _offsets(rows: int, k: int, size: int, leading: int, stride: int, swizzle: i
     return chunk % wide * 16 + chunk // wide * leading + c % 8 * swizzle + c // 8 * stride + inner
 
 
-def _numbers(bits: Any, kind: str) -> Any:
-    return tf32(bits) if kind == "tf32" else bf16_to_f32(bits) if kind == "bf16" else f16_to_f32(bits)
-
-
-def _columns(product: Any, row: int, column: int) -> Any:
-    """One element a thread of [warp, 16, N]."""
-    return np.ascontiguousarray(product[:, ROW + row, column + 2 * COLUMN]).reshape(-1)
-
-
-def _accumulated(product: Any, kind: str, i: int, before: Any, keep: Any) -> Any:
-    """Register i of D: the product, and where `keep` says so what was there before."""
+def _accumulated(product: Any, kind: str, before: Any, keep: Any) -> Any:
+    """A register of D: elements of the product, `[thread]` or two `[thread, 2]`, added to those before if `keep`."""
     if kind == "f16":
-        row, column = 8 * (i % 2), i // 2 * 8
-        old = np.ascontiguousarray(before).view(u16).reshape(-1, 2)
-        parts = [_columns(product, row, column + h) for h in range(2)]
-        sums = [f32_to_f16(np.where(keep, x + f16_to_f32(old[:, h]), x)) for h, x in enumerate(parts)]
-        return np.stack(sums, -1).view(u32).reshape(-1)
-    x = _columns(product, 8 * (i // 2 % 2), i // 4 * 8 + i % 2)
-    return np.where(keep, x + before.view(np.float32), x).view(u32)
+        old = f16_to_f32(np.ascontiguousarray(before).view(u16).reshape(-1, 2))
+        both = np.where(keep[:, None], product + old, product)
+        return f32_to_f16(np.ascontiguousarray(both)).view(u32).reshape(-1)
+    return np.where(keep, product + before.view(np.float32), product).view(u32)
 
 
 class Wgmma:
@@ -91,7 +78,7 @@ class Wgmma:
     def name(self, register: int) -> str:
         return str(self.machine.program.kernel.names[register])
 
-    def fence(self, R: list[Any], mask: Any) -> None:
+    def fence(self, R: list[Any]) -> None:
         self.fenced = list(R)
 
     def check_order(self, R: list[Any], number: int, registers: list[int]) -> None:
@@ -113,7 +100,7 @@ class Wgmma:
             NotImplementedError: a base offset; groups whose descriptors differ in more than where they begin.
         """
         m = self.machine
-        d = np.broadcast_to(descriptor, (m.lanes,)).reshape(-1, 128)
+        d = m.of_threads(descriptor).reshape(-1, 128)
         if np.any(d != d[:, :1]):
             self.refuse("descriptors differ", number, "in a group of four warps")
         d = d[:, 0].astype(u64)
@@ -155,7 +142,7 @@ class Wgmma:
                     lanes = np.full(index[group].size, group * 128 + warp * 32)
                     shared.race(number, lanes, index[group].reshape(-1), size)
         bits = shared.view("bytes", size * 8, size * 8)[:, 0][index]
-        return Operand(index, bits), _numbers(bits, kind)
+        return Operand(index, bits), numbers(bits, kind)
 
     def check_elements(self, bad: Any, kind: str, number: int, address: Any) -> None:
         if bad.any():
@@ -165,18 +152,24 @@ class Wgmma:
     # ---- the instructions
 
     def issue(
-        self, R: list[Any], number: int, mask: Any, shape: str, kinds: tuple[str, str, str], registers: list[int],
-        a_registers: list[int], a: Any, b: Any, scale: Any, numbers: list[int],
+        self, number: int, mask: Any, R: list[Any], shape: str, kinds: tuple[str, str, str], registers: list[int],
+        a_registers: list[int], a: Any, b: Any, scale: Any, signs: list[int],
     ) -> None:  # fmt: skip
-        """D = A B + D. a: a list of registers' values, or a descriptor. kinds: of D, A, B."""
+        """D = A B + D.
+
+        Args:
+            kinds: of D, A, B.
+            a: a list of registers' values, or a descriptor.
+            signs: of A and B, 1 or -1, and for 16 bits whether each is transposed.
+        """
         m = self.machine
-        require_whole(m, number, mask, 128)
+        m.warps.require_whole(number, mask, 128)
         n, k = (int(x) for x in shape[len("m64n") :].split("k"))
-        scale_a, scale_b, *transposes = numbers
+        sign_a, sign_b, *transposes = signs
         groups = m.lanes // 128
         operands = []
         if a_registers:
-            left = a_matrix(np.stack([by_warp(m, x) for x in a], 1), kinds[1], k).reshape(groups, 64, k)
+            left = fragments(m.warps.registers(a), kinds[1], 16, k).reshape(groups, 64, k)
             if any(x is mark for x in a for mark, _ in self.latest.values()):
                 self.refuse("register in flight read", number, "A of a wgmma")
             transposes = [0, *transposes]
@@ -185,15 +178,18 @@ class Wgmma:
             operands.append(found)
         found, right = self.operand(number, b, n, k, kinds[2], bool(transposes[1:] and transposes[1]))
         operands.append(found)
-        product = np.matmul(left, right.transpose(0, 2, 1)) * np.float32(scale_a * scale_b)
-        m.counters["tensor multiply-adds"] += groups * 64 * n * k
+        product = np.matmul(left, right.transpose(0, 2, 1)) * np.float32(sign_a * sign_b)
+        # Warp, upper or lower 8 rows, row, 8 columns, pair of columns, column -> registers' elements of each thread.
+        product = product.reshape(-1, 2, 8, n // 8, 4, 2).transpose(3, 1, 0, 2, 4, 5).reshape(n // 4, -1, 2)
+        if kinds[0] != "f16":
+            product = product.transpose(0, 2, 1).reshape(n // 2, -1)
         self.check_order(R, number, [*a_registers, *registers])
-        keep = np.broadcast_to(scale, (m.lanes,))
+        keep = m.of_threads(scale)
         results = []
         for i, register in enumerate(registers):
             before = self.before(R, number, register) if keep.any() else np.zeros(1, u32)
-            before = np.ascontiguousarray(np.broadcast_to(before, (m.lanes,)))
-            value = _accumulated(product.reshape(groups * 4, 16, n), kinds[0], i, before, keep)
+            before = np.ascontiguousarray(m.of_threads(before))
+            value = _accumulated(product[i], kinds[0], before, keep)
             self.marks += 1
             R[register] = mark = np.full(m.lanes, 0x7FC00000 | (self.marks & 0x3FFFFF), u32)
             self.latest[register] = (mark, value)
@@ -214,13 +210,13 @@ class Wgmma:
             width = bits.itemsize * 8
             shared.view("reading", width, width)[:, 0][index] += ONES[width] * UINT[width](change % 2**width)
 
-    def commit(self, mask: Any) -> None:
+    def commit(self) -> None:
         for each in self.pending:
             if not each.group:
                 each.group.append(self.groups)
         self.groups += 1
 
-    def wait(self, R: list[Any], mask: Any, allowed: int) -> None:
+    def wait(self, R: list[Any], allowed: int) -> None:
         """Give the results of all groups but the last `allowed` ones."""
         done, kept = [], []
         for each in self.pending:

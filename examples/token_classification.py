@@ -96,8 +96,8 @@ def main(folder: Path, count: int = 4000, epochs: int = 2, d_model: int = 64) ->
 
     model.eval()
     with torch.no_grad():
-        found = model.logits(model(torch.tensor(ids[-1]), torch.tensor([len(ids[-1])]))).argmax(-1)
-    for word, tag, label in zip(numbers[-1], found.tolist(), labels[-1], strict=True):
+        predicted = model.logits(model(torch.tensor(ids[-1]), torch.tensor([len(ids[-1])]))).argmax(-1)
+    for word, tag, label in zip(numbers[-1], predicted.tolist(), labels[-1], strict=True):
         print(f"{word:>10}  {TAGS[tag] if label != IGNORED else ''}")
     result = accuracy(model, held_out)
     print(f"{100 * result:.2f} % of the words of {len(numbers) - cut:,} held-out numbers tagged right")

@@ -27,7 +27,6 @@ CHECKPOINTS = "apps/train/test_train_checkpoints.py::"
 ON_DISK = CHECKPOINTS + "test_every_file_is_on_the_disk_before_a_name_points_to_it"
 KILLED = CHECKPOINTS + "test_kill_9_at_any_point_of_a_save_leaves_a_checkpoint_that_loads"
 OTHERS = CHECKPOINTS + "test_another_architecture_is_named_by_its_first_differing_setting"
-FOREIGN = "apps/train/test_foreign_checkpoints.py::"
 SDPA = "functional/test_sdpa.py::test_values_and_gradients_are_those_of_torch"
 READ_ONCE = "functional/test_sdpa.py::test_a_mask_is_read_once_until_it_changes"
 COPIES = "host/test_autocast.py::test_only_cast_parameters_get_a_copy"
@@ -313,13 +312,16 @@ ROWS: dict[str, list[tuple[str, str, str]]] = {
         ("\n    synchronise(folder)\n", "\n", ON_DISK),
         ("                inside(path, name)", "                pass",
          "apps/runs/test_folders.py::test_names_of_files_in_a_checkpoint_resolve_inside_it"),
-        ("if file_facts(path) != saved:", "if False:",
+        ("if file_facts(path) != self.files[name]:", "if False:",
          CHECKPOINTS + "test_a_damaged_file_is_named_with_the_previous_good_checkpoint"),
         ("x.to(torch.promote_types(x.dtype, torch.float64))", "x",
          CHECKPOINTS + "test_average_is_the_mean_in_double_precision_and_keeps_dtypes"),
         ("        check_tensors_fit(tensors, expected, self.path)\n", "",
-         FOREIGN + "test_tensors_of_another_optimizer_are_refused_before_torch_gets_them"),
+         CHECKPOINTS + "test_tensors_of_another_optimizer_are_refused_before_torch_gets_them"),
         ("        self.check_architecture(config)\n        self.check(WEIGHTS)", "        self.check(WEIGHTS)", OTHERS),
+        ("        if not same_kind(dtype, tensor.dtype):", "        if False:",
+         CHECKPOINTS + "test_weights_of_a_foreign_dtype_are_refused_by_name"),
+        ("        if shape != tensor.shape:", "        if False:", OTHERS),
     ],
     "apps/train/checkpoint_folder": [
         ("            synchronise(self.folder)\n            self", "            self", ON_DISK),
@@ -327,11 +329,6 @@ ROWS: dict[str, list[tuple[str, str, str]]] = {
         ("path.name not in named and ", "", KILLED),
         ("            target.mkdir()\n", "            target.mkdir()\n"
          '            self._write_index([*index["kept"], target.name], index["best"], index["average"])\n', KILLED),
-    ],
-    "apps/train/weights": [
-        ("        if not same_kind(dtype, tensor.dtype):", "        if False:",
-         FOREIGN + "test_weights_of_a_foreign_dtype_are_refused_by_name"),
-        ("        if shape != tensor.shape:", "        if False:", OTHERS),
     ],
     "apps/train/run_state": [
         ('            self.sums.load_state_dict(state["sums"])\n', "", RESUMED),

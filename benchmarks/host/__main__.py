@@ -151,7 +151,7 @@ def _trainer_step(model: TranslationModel, batch: Batch, recorder: Recorder | No
     if recorder is None:
         update = Update(model, loss, config, alone)
     else:
-        update = GraphedUpdate(model, loss, config, alone, recorder, longest=None)
+        update = GraphedUpdate(model, loss, config, alone, recorder)
 
     def step() -> None:
         _, norm, _ = update.gradients([batch])

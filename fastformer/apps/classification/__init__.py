@@ -18,7 +18,6 @@ from fastformer.apps.classification.run import (
     evaluate,
     load_classifier,
 )
-from fastformer.apps.runs.application import complete_run
 
 __all__ = [
     "ClassificationDataConfig",
@@ -33,7 +32,6 @@ __all__ = [
     "SequenceClassifier",
     "TextEncoder",
     "TokenClassifier",
-    "complete_run",
     "encode_texts",
     "evaluate",
     "load_classifier",

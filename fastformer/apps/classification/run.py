@@ -30,7 +30,6 @@ from fastformer.apps.classification.model import (
 from fastformer.apps.classification.pretrained import ARCHITECTURES
 from fastformer.apps.runs.application import PRETRAINED, Application
 from fastformer.apps.runs.automatic_settings import CHOSEN, Task
-from fastformer.apps.runs.folder import BY_HAND, refuse_by_hand
 from fastformer.apps.runs.run import Run
 from fastformer.apps.settings import SET, File, FolderOrName, Given, Settings, Texts, inherited, setting
 from fastformer.apps.text import SPLITTINGS, LabelledBatch, LabelledBatches, Tokenizer
@@ -90,7 +89,7 @@ class ClassificationDataConfig(Settings):
         super().__post_init__()
         if self.train_text is None and (self.valid_text is not None or self.test_text is not None):
             raise ValueError("valid_text and test_text need train_text")
-        if self.train_text is None and self.dataset not in ("numbers", BY_HAND):
+        if self.train_text is None and self.dataset != "numbers":
             raise ValueError(f"dataset must be numbers, unless train_text is given, not {self.dataset!r}")
         if self.labels is not None and (len(set(self.labels)) < max(2, len(self.labels))):
             raise ValueError(f"labels must be at least two different ones, not {list(self.labels)}")
@@ -140,7 +139,6 @@ APPLICATION = Application(
     vocabularies=("vocabulary",),
     counted={"classes": lambda data: len(data.labels or ("", ""))},  # two until the labels are known
     tokenizers=("tokenizer",),
-    metrics={"loss": "", "accuracy": "", "macro_f1": ""},
     reading=("labels", "max_length"),
     automatic=(*CHOSEN, "layers", "batch_sentences"),
     architectures=ARCHITECTURES,
@@ -150,7 +148,6 @@ APPLICATION = Application(
 def read_labelled_corpora(data: ClassificationDataConfig) -> dict[Split, LabelledCorpus]:
     """Read or generate training, validation and test text; labels are those of the settings, or else of training."""
     if data.train_text is None:
-        refuse_by_hand(data.dataset)
         return split_labelled(number_texts(data.size), data.held_out)
     train = read_labelled(data.train_text, data.labels, "train")
     paths: dict[Split, Path | None] = {"valid": data.valid_text, "test": data.test_text}
@@ -195,7 +192,7 @@ class ClassificationRun(Run):
 
     @classmethod
     def computed(cls, data: ClassificationDataConfig) -> tuple[str, ...]:
-        return tuple(APPLICATION.metrics)
+        return "loss", "accuracy", "macro_f1"
 
     def fingerprinted(self) -> Iterable[bytes]:
         yield from (self.sequences.ids.tobytes(), self.sequences.offsets.tobytes())

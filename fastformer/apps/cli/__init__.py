@@ -11,8 +11,9 @@ os.environ.update(waiting(os.environ))  # before torch is imported
 
 import logging
 import sys
+from contextlib import suppress
 from importlib import import_module
-from typing import NoReturn, TextIO, cast
+from typing import NoReturn
 
 import torch
 
@@ -24,7 +25,6 @@ except ModuleNotFoundError as error:  # the core installs no command-line librar
     sys.exit(f"error: the command line needs {error.name}: pip install 'fastformer[apps]'")
 
 from fastformer.apps.runs.kinds import KINDS
-from fastformer.apps.system.terminal import Terminal, discard_if_broken
 from fastformer.apps.text.files import encode_text
 from fastformer.apps.train.processes import ProcessError, describe_process, leaving
 from fastformer.backend import BackendError
@@ -46,8 +46,7 @@ def main() -> None:
 
 def _main() -> None:
     try:
-        stream = cast("TextIO", Terminal(sys.stderr))
-        logging.basicConfig(level=logging.WARNING, format="%(levelname)s: %(message)s", stream=stream)
+        logging.basicConfig(level=logging.WARNING, format="%(levelname)s: %(message)s")
         for argument in sys.argv[1:]:  # Python reads bytes that are not UTF-8 as halves of surrogate pairs
             encode_text(argument, f"argument {argument!r}")
         app()
@@ -67,14 +66,26 @@ def _main() -> None:
     except KeyboardInterrupt:
         sys.exit(130)
     finally:
-        for stream in (sys.stdout, sys.stderr):
-            discard_if_broken(stream)
+        _discard_broken_streams()
 
 
 def _fail(message: str | None) -> NoReturn:
     if message is not None:
-        Terminal(sys.stderr).line(f"error: {describe_process()}{message}")
+        with suppress(OSError):
+            print(f"error: {describe_process()}{message}", file=sys.stderr)
     sys.exit(2)
+
+
+def _discard_broken_streams() -> None:
+    """Redirect a standard stream to /dev/null if it cannot be flushed: Python would end with exit status 120."""
+    for stream in filter(None, (sys.stdout, sys.stderr)):
+        try:
+            stream.flush()
+        except (OSError, ValueError):
+            with suppress(OSError, ValueError):
+                null = os.open(os.devnull, os.O_WRONLY)
+                os.dup2(null, stream.fileno())
+                os.close(null)
 
 
 def _one_line(error: Exception) -> str:

@@ -9,7 +9,7 @@ import sys
 from collections.abc import Iterable, Iterator
 from io import BufferedReader
 from pathlib import Path
-from typing import IO, Annotated, Any, cast
+from typing import Annotated, Any, cast
 
 import typer
 from rich.console import Console
@@ -18,7 +18,6 @@ from fastformer.apps.cli.options import App
 from fastformer.apps.runs.folder import refuse_output
 from fastformer.apps.runs.kinds import MAIN
 from fastformer.apps.system.files import check_writable, is_stream
-from fastformer.apps.system.terminal import Terminal
 from fastformer.apps.text.files import checked_lines, lines_of, write_texts
 from fastformer.settings import check_value
 
@@ -40,11 +39,6 @@ Device = Annotated[
     str, typer.Option(help="auto, cpu, cuda, cuda:N, mps or xpu; auto takes a CUDA GPU where there is one")
 ]
 Checkpoint = Annotated[str, typer.Option(help="best, last, average or step-N; of several with commas, the mean")]
-
-
-def demo_console() -> Console:
-    """Return a console whose failed writes end the output, not the run."""
-    return Console(file=cast("IO[str]", Terminal(sys.stdout)), **_PLAIN)
 
 
 def input_batches(

@@ -10,7 +10,7 @@ from fastformer.apps.cli.console import MAIN_RUN, Checkpoint, Device, RunFolder,
 from fastformer.apps.cli.options import INSPECT, App, whole_number
 from fastformer.apps.models.embeddings import sinusoidal_positions
 from fastformer.apps.plots.figure import figure_format
-from fastformer.apps.runs.comparison import Comparison, RunSummary, compare_runs
+from fastformer.apps.runs.comparison import RunSummary, differing_settings, summarise
 from fastformer.apps.runs.folder import read_kind, refuse_output
 from fastformer.settings import check_value
 
@@ -91,7 +91,7 @@ def history(runs: Runs, output: Output = Path("history.png")) -> None:
     from fastformer.apps.plots import plot_history, save
 
     _check_figure(output, *runs)
-    curves = {run.name: run.records for run in compare_runs(runs).runs if run.records}
+    curves = {str(run): records for run in runs if (records := summarise(run).records)}
     if not curves:
         raise ValueError(f"{', '.join(map(str, runs))}: no metrics yet, so there is nothing to draw")
     console.print(f"wrote {save(plot_history(curves), output)}")
@@ -108,27 +108,23 @@ def compare(
         ),
     ] = None,
 ) -> None:
-    """Compare runs: sizes, budgets, best validation values, and the settings that differ."""
+    """Compare runs: steps, time, best validation values, and the settings that differ."""
     from rich.table import Table
 
     check_value("bootstrap", bootstrap, int | None, at_least=2)
     if bootstrap is not None and (len(runs) < 2 or {read_kind(run) for run in runs} != {"translation"}):
         raise ValueError("--bootstrap compares at least two translation runs")
-    comparison = compare_runs(runs)
+    summaries = [summarise(run) for run in runs]
+    differing = differing_settings(summaries)
     table = Table(box=None, pad_edge=False)
     table.add_column("")
-    for run in comparison.runs:
-        table.add_column(run.name, justify="right", overflow="fold")
-    for row in _rows(comparison):
-        table.add_row(*row)
+    for summary in summaries:
+        table.add_column(summary.name, justify="right", overflow="fold")
+    for name, values in (_values(summaries) | differing).items():
+        table.add_row(name, *map(_formatted, values))
     console.print(table)
-    if any(name in ("loss", "perplexity") for name in comparison.values) and not comparison.same_tokens:
-        console.print("The runs differ in text or vocabulary: their losses and perplexities per token do not compare.")
-    if not comparison.same_bleu:
-        console.print("The runs have different BLEU signatures: their BLEU does not compare.")
-    without_metrics = [str(run.folder) for run in comparison.runs if not run.records]
-    if without_metrics:
-        console.print(f"No metrics yet: {', '.join(without_metrics)}")
+    if any(name.startswith("text.") for name in differing):
+        console.print("The runs differ in text or tokens: their losses and perplexities do not compare.")
     if bootstrap is not None:
         compare_systems = application_function(runs[0], "compare_systems", {})
         for score in compare_systems(runs, bootstrap):
@@ -136,25 +132,16 @@ def compare(
             console.print(f"{score.metric:6} {score.score:6.2f}{p_value}  {score.system}")
 
 
-def _rows(comparison: Comparison) -> list[list[str]]:
-    def row(name: str, cell: Any) -> list[str]:
-        return [name, *(cell(run) for run in comparison.runs)]
-
-    scores = [row(f"  {name}", lambda run, name=name: _formatted(run.best.get(name))) for name in comparison.values]
-    if any(run.bleu_signature for run in comparison.runs):
-        scores.append(row("  bleu signature", lambda run: _formatted(run.bleu_signature)))
-    rows = [
-        row("parameters", lambda run: _formatted(run.parameters)),
-        row("steps", lambda run: _formatted(run.steps)),
-        row("time", _time),
-        row("best validation at step", lambda run: _formatted(run.best_step)),
-        *scores,
-    ]
-    return rows + [[key, *map(_formatted, values)] for key, values in comparison.differing.items()]
-
-
-def _time(run: RunSummary) -> str:
-    return "–" if run.seconds is None else f"{run.seconds:,.0f} {'CPU-s' if run.clock == 'cpu' else 's'}"
+def _values(runs: list[RunSummary]) -> dict[str, list[Any]]:
+    """Return steps, time and best validation values, {name: one for each run}."""
+    clocks = " or ".join(dict.fromkeys(str(run.settings.get("train.clock", "wall")) for run in runs))
+    values = {
+        "steps": [run.last.get("step") for run in runs],
+        f"seconds ({clocks})": [run.last.get("seconds") for run in runs],
+        "best validation at step": [run.best.get("step") for run in runs],
+    }
+    names = dict.fromkeys(name for run in runs for name in run.best if name not in ("kind", "step", "epoch", "seconds"))
+    return values | {f"  {name}": [run.best.get(name) for run in runs] for name in names}
 
 
 def _formatted(value: Any) -> str:

@@ -1,7 +1,5 @@
 """`fastformer data`, `fastformer train` and the commands below it: one for each application, with a flag a setting."""
 
-import signal
-import sys
 import time
 from pathlib import Path
 from typing import Annotated, Any
@@ -14,14 +12,13 @@ from fastformer.apps.runs.application import PRETRAINED
 from fastformer.apps.runs.folder import CONFIG, refuse_output
 from fastformer.apps.runs.kinds import MAIN
 from fastformer.apps.runs.run import Run
-from fastformer.apps.system.terminal import Terminal
 from fastformer.apps.text import DATASETS, prepare
-from fastformer.apps.train import Processes, Result, join_processes, read_metrics
+from fastformer.apps.train import Processes, join_processes, read_metrics
 from fastformer.apps.train.processes import local_device
 
 _HOW = """Settings that are not given are chosen for the corpus, the budget and the speed of this machine, and printed.
 
-Ctrl-C, SIGTERM or SIGHUP saves, validates and ends; --resume carries on exactly there."""
+Ctrl-C saves, validates and ends; --resume carries on exactly there."""
 
 
 @app.command(rich_help_panel=TRAIN)
@@ -79,9 +76,7 @@ def add_training(kind: type[Run], what: str) -> None:
             else:
                 flags = {"data": data, "model": model, "train": train}
                 learner = _new_run(kind, run, config, flags, device, pretrained)
-            result = _fit(learner, processes, resume)
-        if result.signal is not None and result.signal != signal.SIGINT:
-            raise typer.Exit(128 + result.signal)
+            _fit(learner, processes, resume)
 
     command.__doc__ = f"{what}\n\n{_HOW}"
     name = application.command.split()[-1]
@@ -111,31 +106,26 @@ def _new_run(
     return kind.create(folder, text, settings["model"], train, device, pretrained, settings)
 
 
-def _fit(run: Run, processes: Processes, resume: bool) -> Result:
-    """Train a run; print the data, the model and the outcome, and draw the learning curve.
-
-    A failure of the output does not end training.
-    """
+def _fit(run: Run, processes: Processes, resume: bool) -> None:
+    """Train a run; print the data, the model and the outcome, and draw the learning curve."""
     from fastformer.apps.plots import plot_history, save
 
-    terminal = Terminal(sys.stdout)
     with run.writing():
         if processes.is_main:
             report = run.data_report()
             about = run.application.describe(run.model_config)
             for line in (*report["corpora"].values(), f"training: {report['training']}", f"model: {about}"):
-                terminal.line(line)
+                console.print(line)
             for line in run.choice.lines if run.choice else ():
-                terminal.line(line)
+                console.print(line)
             if processes.world > 1:
-                terminal.line(f"processes: {processes.world}, {run.train_config.parallel}")
+                console.print(f"processes: {processes.world}, {run.train_config.parallel}")
         cpu = time.process_time()
         result = run.fit(resume)
         cpu = time.process_time() - cpu
         if processes.is_main:
             save(plot_history({run.folder.name: read_metrics(run.folder)}), run.folder / "history.png")
-            terminal.line(
+            console.print(
                 f"ended after {result.step:,} steps, {result.seconds:,.0f} s ({cpu:,.0f} CPU-seconds in this "
                 f"session): {result.reason}; run folder: {run.folder}"
             )
-    return result

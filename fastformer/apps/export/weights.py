@@ -11,7 +11,7 @@ from fastformer.apps.runs.kinds import application_for
 from fastformer.apps.settings import to_plain
 from fastformer.apps.system.files import new_folder
 from fastformer.apps.text import Tokenizer
-from fastformer.apps.train.weights import write_weights
+from fastformer.apps.train.checkpoint import write_weights
 
 
 def export_safetensors(

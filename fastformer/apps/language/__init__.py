@@ -11,7 +11,6 @@ from fastformer.apps.language.run import (
 )
 from fastformer.apps.language.sampling import SamplingOptions
 from fastformer.apps.language.text_generator import TextGenerator, attend_text
-from fastformer.apps.runs.application import complete_run
 
 __all__ = [
     "CLASSICAL",
@@ -24,7 +23,6 @@ __all__ = [
     "SamplingOptions",
     "TextGenerator",
     "attend_text",
-    "complete_run",
     "evaluate_text",
     "language_model_loss",
     "load_generator",

@@ -20,7 +20,6 @@ from fastformer.apps.language.pretrained import ARCHITECTURES
 from fastformer.apps.language.text_generator import TextGenerator
 from fastformer.apps.runs.application import PRETRAINED, Application
 from fastformer.apps.runs.automatic_settings import CHOSEN, Task
-from fastformer.apps.runs.folder import refuse_by_hand
 from fastformer.apps.runs.run import Run
 from fastformer.apps.settings import SET, File, FolderOrName, Given, Settings, inherited, setting
 from fastformer.apps.text import (
@@ -130,7 +129,6 @@ def read_text_corpora(data: LanguageDataConfig) -> dict[Split, TextCorpus]:
             splits = docstring_corpora(data.size)
         else:
             assert data.dataset is not None
-            refuse_by_hand(data.dataset)
             splits = open_text_dataset(data.dataset, data.document)  # type: ignore[arg-type]
         return dict(zip(_SPLITS, splits, strict=True))
     document: Any = data.document or "line"
@@ -175,7 +173,6 @@ APPLICATION = Application(
     length="context",
     vocabularies=("vocabulary",),
     tokenizers=("tokenizer",),
-    metrics={"loss": "", "perplexity": "", "word_perplexity": "tokens that are not the words between spaces"},
     reading=("context", "stream"),
     automatic=(*CHOSEN, "layers", "context", "batch_tokens"),
     architectures=ARCHITECTURES,

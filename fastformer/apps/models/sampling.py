@@ -7,7 +7,7 @@ import math
 import secrets
 from collections import Counter
 from collections.abc import Sequence
-from typing import Protocol
+from typing import Any
 
 import numpy as np
 import torch
@@ -19,25 +19,9 @@ from fastformer.host.devices import widest_dtype
 _FIRST_RANKED = 256
 
 
-class Choice(Protocol):
-    """Options of the choice of a token."""
-
-    @property
-    def temperature(self) -> float:
-        """Divisor of the logits; 0: the most probable token."""
-
-    @property
-    def top_k(self) -> int | None:
-        """The number of most probable tokens that may be drawn; None or 0: all."""
-
-    @property
-    def top_p(self) -> float:
-        """The least probability of the fewest tokens that may be drawn."""
-
-
 def choose_ids(
     logits: Tensor,
-    options: Choice,
+    options: Any,
     uniform: Tensor | None = None,
     forbidden: Sequence[int] = (),
 ) -> Tensor:
@@ -53,7 +37,7 @@ def choose_ids(
 
     Args:
         logits: `[B, V]`; not changed.
-        options: temperature, top_k and top_p are used.
+        options: has temperature, top_k (None or 0: all ids may be drawn) and top_p.
         uniform: fp64 `[B]` in [0, 1), or fp32 on a device without fp64; not needed for temperature 0.
         forbidden: ids that must not be chosen.
 

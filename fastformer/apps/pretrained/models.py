@@ -17,7 +17,7 @@ from fastformer.apps.models.sizes import MOST_LAYERS
 from fastformer.apps.pretrained.architecture import Architecture
 from fastformer.apps.runs.kinds import applications
 from fastformer.apps.text.files import read_json
-from fastformer.apps.train.weights import check_finite, check_size, read_weights, same_kind, stored_shapes
+from fastformer.apps.train.checkpoint import check_finite, check_size, read_weights, same_kind, stored_shapes
 
 _WEIGHTS, _INDEX, _ADAPTER = "model.safetensors", "model.safetensors.index.json", "adapter_config.json"
 # Settings that transformers would act on before it builds a model: other weights, and layers with other settings.
@@ -150,7 +150,7 @@ def _load_folder(folder: Path, transformers: Any) -> Any:
     with _refusals(folder):
         config = model_class.config_class.from_dict(content)
         numbers = architectures()[name].read(config, shapes).matrix_numbers
-    check_size(numbers, sum(path.stat().st_size for path in files), folder)
+    check_size(numbers, files, folder)
     weights = {name: x for path in files for name, x in read_weights(path).items()}
     # Whole numbers in old files are masks and positions, which nothing reads.
     floating = {name: x for name, x in weights.items() if same_kind(x.dtype, torch.float32)}

@@ -11,36 +11,17 @@ from torch import nn
 
 from fastformer.apps.models.sizes import check_memory, describe_model
 from fastformer.apps.runs.exported import load_safetensors, read_export
-from fastformer.apps.runs.folder import BY_HAND, CONFIG, VERSION, RunConfig, read_kind, stated
-from fastformer.apps.runs.kinds import application_for, application_of
+from fastformer.apps.runs.folder import CONFIG, VERSION, RunConfig, read_kind, stated
+from fastformer.apps.runs.kinds import application_of
 from fastformer.apps.runs.toml import load_toml, save_toml
 from fastformer.apps.settings import Given, Settings, befores, facts, refuse_idle
-from fastformer.apps.system.run_lock import locked
 from fastformer.apps.text import SpecialIds, Tokenizer, load_tokenizer
-from fastformer.apps.train import Checkpoint, Processes, TrainConfig, Trainer, average_checkpoints, find_checkpoint
+from fastformer.apps.train import Checkpoint, Processes, TrainConfig, average_checkpoints, find_checkpoint
 
 PRETRAINED = "pretrained"  # value of `tokenizer` for runs that began with another model
 RATES = ("dropout", "attention_dropout", "activation_dropout")  # settings of such a model that fine-tuning may change
-REMOVED = ("sharded_checkpoints",)  # settings in run folders of earlier versions
+REMOVED = ("sharded_checkpoints", "chosen")  # settings in run folders of earlier versions
 _IDS = ("pad_id", "bos_id", "eos_id")
-
-
-@dataclass(frozen=True)
-class Machine:
-    """The device and the number of processes of a run; its properties are named in conditions of settings."""
-
-    device: str
-    world: int = 1
-
-    @property
-    def hardware(self) -> str:
-        """The device, in words."""
-        return "a CUDA device" if self.device.startswith("cuda") else "a CPU"
-
-    @property
-    def processes(self) -> str:
-        """The number of processes, in words."""
-        return "one process" if self.world == 1 else "several processes"
 
 
 @dataclass(frozen=True)
@@ -55,7 +36,6 @@ class Application:
         length: name of the setting of `data` that limits the length of sequences.
         vocabularies: names of the settings of `model` that are the sizes of the tokenizers.
         tokenizers: folders of the tokenizers within the run folder.
-        metrics: names of the values that validation may compute, each with its requirement in words.
         reading: names of settings of `data` that a model cannot be used without.
         automatic: names of the settings that the command chooses if they are not given: see `automatic_settings`.
         architectures: classes of transformers that are converted to such models: see `fastformer.apps.pretrained`.
@@ -74,7 +54,6 @@ class Application:
     length: str
     vocabularies: tuple[str, ...]
     tokenizers: tuple[str, ...]
-    metrics: Mapping[str, str]
     reading: tuple[str, ...]
     automatic: tuple[str, ...] = ()
     architectures: Mapping[str, Any] = field(default_factory=dict)
@@ -152,7 +131,11 @@ class Application:
     ) -> None:
         """Raise ValueError naming the settings in `given` that have no effect with the other settings."""
         sections = {"data": data, "model": self.planned(model, data), "train": train}
-        refuse_idle(given, sections, Machine(str(device), Processes.current().world))
+        machine = SimpleNamespace(
+            hardware="a CUDA device" if str(device).startswith("cuda") else "a CPU",
+            processes="one process" if Processes.current().world == 1 else "several processes",
+        )
+        refuse_idle(given, sections, machine)
 
     def save_settings(
         self,
@@ -160,37 +143,16 @@ class Application:
         data: Any,
         model: Any,
         train: TrainConfig,
-        chosen: tuple[str, ...] | None = None,
         origin: str | None = None,
     ) -> None:
-        """Write config.toml, which marks a run folder; chosen and origin: see `RunConfig`."""
-        kind = RunConfig(self.kind, VERSION, chosen, origin)
+        """Write config.toml, which marks a run folder; origin: see `RunConfig`."""
+        kind = RunConfig(self.kind, VERSION, origin)
         save_toml(folder / CONFIG, {"run": kind, "data": data, "model": model, "train": train})
 
     def save_tokenizers(self, folder: Path, tokenizers: Sequence[Tokenizer]) -> None:
         """Write the tokenizers of a run folder."""
         for name, tokenizer in zip(self.tokenizers, tokenizers, strict=True):
             tokenizer.save(folder / name)
-
-    def complete(self, trainer: Trainer, tokenizers: Sequence[Tokenizer], data: Mapping[str, Any]) -> None:
-        """Write what a `Trainer`'s folder lacks to be a run folder; see `complete_run`."""
-        config = trainer.model.config
-        text = self.data(**{"dataset": BY_HAND, **data})
-        if unused := data.keys() - set(self.reading):
-            raise ValueError(f"{', '.join(sorted(unused))}: not needed to use a model; give {', '.join(self.reading)}")
-        if self.length not in data:
-            raise ValueError(f"{self.length} must be given, as the model was trained with it")
-        expected = self.model_config(vars(config), tokenizers, text)
-        for name, source in self.derived.items():
-            if getattr(config, name) != getattr(expected, name):
-                raise ValueError(
-                    f"the model has {name}={getattr(config, name)}, not the {getattr(expected, name)} of {source}"
-                )
-        trainer.folder.mkdir(parents=True, exist_ok=True)
-        with locked(trainer.folder):
-            self.save_tokenizers(trainer.folder, tokenizers)
-            settings = {"dataset": BY_HAND, **{name: getattr(text, name) for name in self.reading}}
-            self.save_settings(trainer.folder, settings, config, trainer.config)
 
     def read_config(self, folder: Path | str) -> dict[str, dict[str, Any]]:
         """Return the settings of a run folder, by section: data, model, train.
@@ -262,8 +224,7 @@ class Application:
         paths = [find_checkpoint(folder, name.strip()) for name in checkpoint.split(",")]
         for path in paths:
             saved = Checkpoint.open(path)
-            saved.check_architecture(config)
-            saved.check_size(config.matrix_numbers)
+            saved.check_architecture(config, config.matrix_numbers)
         check_memory(config)
         network = self.network(config)
         saved.load_into(network, config)
@@ -280,27 +241,6 @@ class Application:
         """
         model = self.load_weights(folder, checkpoint).to(device).eval()
         return model, self.load_tokenizers(folder), self.data(**self.read_config(folder)["data"])
-
-
-def complete_run(trainer: Trainer, *tokenizers: Tokenizer, **data: Any) -> None:
-    """Write tokenizers and config.toml into a `Trainer`'s folder, which every command then opens.
-
-    Call it before or after `fit`, in all processes. The folder does not name the text: only Python can continue the
-    run, and `fastformer evaluate` needs the files.
-
-    Args:
-        trainer: the trainer of a `TranslationModel`, `LanguageModel` or `SequenceClassifier`.
-        tokenizers: of source and target, the same twice for a joint vocabulary; or the one of another model.
-        data: settings of the text that the model needs: `max_length` for translation; `context`, and `stream` if it is
-            not "documents", for a language model; `labels`, in the order of the classes, and `max_length` for a
-            classifier.
-
-    Raises:
-        TypeError: the trainer's model belongs to no application.
-        ValueError: the model does not fit the tokenizers, or a setting is missing, unknown or out of range.
-    """
-    application = application_for(trainer.model, tokenizers)
-    Processes.current().on_main(lambda: application.complete(trainer, tokenizers, data))
 
 
 def _derived(settings: type[Settings]) -> dict[str, str]:

@@ -1,7 +1,6 @@
 """Load a model that `fastformer export --format safetensors` wrote."""
 
 import json
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +9,7 @@ import torch
 from fastformer.apps.models.sizes import check_memory
 from fastformer.apps.runs.kinds import application_of
 from fastformer.apps.settings import befores
-from fastformer.apps.train.weights import CheckpointError, check_size, load_weights
+from fastformer.apps.train.checkpoint import CheckpointError, check_size, load_weights
 from fastformer.settings import check_value
 
 
@@ -20,24 +19,18 @@ def load_safetensors(folder: Path | str) -> Any:
     Raises:
         fastformer.apps.train.CheckpointError: the folder holds no exported model, or a damaged one.
     """
-    folder = Path(folder)
-    path = folder / "model.safetensors"
+    path, content = Path(folder) / "model.safetensors", read_export(folder)
+    if content is None:
+        raise CheckpointError(f"{folder}: holds no exported model, or its config.json is damaged")
     try:
-        content = json.loads((folder / "config.json").read_bytes())
         application = application_of(content["kind"])
         check_value("dtype", content["dtype"], str, choices=("float64", "float32", "float16", "bfloat16"))
         config = application.model(**{**befores(application.model), **content["model"]})
-        check_size(config.matrix_numbers, path.stat().st_size if path.is_file() else sys.maxsize, path)
-        check_memory(config)
-        built = application.network(config).to(getattr(torch, content["dtype"]))
-    except FileNotFoundError:
-        raise CheckpointError(f"{folder}: no exported model, there is no config.json") from None
-    except CheckpointError:
-        raise
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise CheckpointError(
-            f"{folder / 'config.json'}: not the configuration of an exported model: {error}"
-        ) from None
+    except (ValueError, KeyError, TypeError) as error:
+        raise CheckpointError(f"{folder}: config.json is not that of an exported model: {error}") from None
+    check_size(config.matrix_numbers, [path], path)
+    check_memory(config)
+    built = application.network(config).to(getattr(torch, content["dtype"]))
     load_weights(built, path)
     return built.eval()
 

@@ -10,22 +10,18 @@ A run folder describes itself, so that its path suffices to resume, evaluate or 
 """
 
 import os
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from dataclasses import MISSING
 from pathlib import Path
 
 from fastformer.apps.runs.kinds import KINDS, MAIN
 from fastformer.apps.runs.toml import read_toml
-from fastformer.apps.settings import Settings, Texts, setting
-from fastformer.apps.system.files import remove
-from fastformer.apps.system.run_lock import LOCK, locked
+from fastformer.apps.settings import Settings, setting
+from fastformer.apps.system.run_lock import LOCK
 from fastformer.apps.train import CheckpointFolder
 
 CONFIG, DATA = "config.toml", "data.json"
 FILES = (CONFIG, DATA, "metrics.jsonl", "metrics.csv", "tokenizer", "checkpoints", "tensorboard", LOCK)
-
-BY_HAND = "by hand"  # the dataset of a run that was trained in Python, whose folder does not record its text
 
 VERSION = 2  # of new folders; folders of version 1 may hold settings without an effect
 
@@ -35,7 +31,6 @@ class RunConfig(Settings):
 
     kind: str = setting(MISSING, "what the model does", choices=KINDS)
     version: int = setting(1, "which meaning its settings have", at_least=1, at_most=VERSION)
-    chosen: Texts | None = setting(None, "settings that no user gave: they were chosen for corpus and budget")
     origin: str | None = setting(None, "folder of the model that the run began with")
 
 
@@ -56,16 +51,7 @@ def stated(path: Path, default: str = MAIN) -> RunConfig:
     """Return the [run] section of a file; `default` is the kind of a file without one."""
     run = read_toml(path).get("run", {})
     run = run if isinstance(run, dict) else {}
-    return RunConfig(run.get("kind", default), run.get("version", 1), run.get("chosen"), run.get("origin"))
-
-
-def refuse_by_hand(dataset: str | None) -> None:
-    """Raise ValueError for a command that needs a run's data if the folder does not record it."""
-    if dataset == BY_HAND:
-        raise ValueError(
-            "the run was trained in Python, and its folder does not record the data: continue it in Python, and give "
-            "evaluate the files with --source"
-        )
+    return RunConfig(run.get("kind", default), run.get("version", 1), run.get("origin"))
 
 
 def check_new(folder: Path, kind: str) -> None:
@@ -84,27 +70,6 @@ def check_new(folder: Path, kind: str) -> None:
         raise FileExistsError(f"{folder} is no run folder, and holds {min(names)}; choose an empty folder or a new one")
     if (existing_kind := read_kind(folder)) != kind:
         raise FileExistsError(f"{folder} holds a {existing_kind} run; choose another folder")
-
-
-@contextmanager
-def new_run_folder(folder: Path) -> Iterator[None]:
-    """Create and lock a folder for the block; if the block raises, remove what was created."""
-    missing = [path for path in (folder, *folder.parents) if not path.exists()]
-    folder.mkdir(parents=True, exist_ok=True)
-    try:
-        with locked(folder):
-            existing = set(os.listdir(folder)) - {LOCK}
-            try:
-                yield
-            except BaseException:
-                for name in () if existing else os.listdir(folder):
-                    remove(folder / name)
-                raise
-    except BaseException:
-        with suppress(OSError):
-            for path in missing:
-                path.rmdir()
-        raise
 
 
 def refuse_output(output: Path | None, *inputs: Path | None, runs: tuple[Path, ...] = ()) -> None:

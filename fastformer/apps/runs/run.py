@@ -17,7 +17,7 @@ from fastformer import functional
 from fastformer.apps.models.sizes import check_memory
 from fastformer.apps.runs.application import PRETRAINED, Application
 from fastformer.apps.runs.automatic_settings import Choice, Task, choose, targets_per_second, vocabulary_size
-from fastformer.apps.runs.folder import CONFIG, DATA, check_new, new_run_folder, read_kind, stated
+from fastformer.apps.runs.folder import CONFIG, DATA, check_new, read_kind, stated
 from fastformer.apps.settings import Given, refuse_fixed
 from fastformer.apps.system.files import write_file
 from fastformer.apps.system.run_lock import lock_run, locked
@@ -36,6 +36,7 @@ from fastformer.apps.train import (
     read_metrics,
 )
 from fastformer.apps.train.config import check_machine
+from fastformer.settings import check_value
 
 
 class Run(ABC):
@@ -50,7 +51,6 @@ class Run(ABC):
     model_config: Any
     initial: nn.Module | None = None  # the model from transformers that a new run begins with
     choice: Choice | None = None  # of the settings that the user of a new run left out
-    chosen: tuple[str, ...] | None = None  # names of the settings that no user gave, now or when the run began
     origin: str | None = None  # folder of the model that the run began with
 
     def __init__(
@@ -94,7 +94,7 @@ class Run(ABC):
             speed = lambda shape: self._speed(shape, model)  # noqa: E731
             choice = choose(task, defaults, self.train_config, stated, speed, data, on_gpu)
         self.data, self.train_config = replace(self.data, **choice.data), replace(self.train_config, **choice.train)
-        self.choice, self.chosen = choice, (*choice.data, *choice.model, *choice.train)
+        self.choice = choice
         return {**model, **choice.model}
 
     def _speed(self, shape: Choice, model: Mapping[str, Any]) -> float:
@@ -163,7 +163,7 @@ class Run(ABC):
         Raises ValueError naming the setting, FileNotFoundError for a file of the data, ImportError for a package that
         is not installed, BackendError if the chosen backend cannot run here.
         """
-        config, known, computed = cls.application.planned(model, data), cls.application.metrics, cls.computed(data)
+        config, computed = cls.application.planned(model, data), cls.computed(data)
         check_memory(config)
         try:
             x = torch.empty(1, 1, 1, config.d_model // config.heads, device=device)
@@ -173,10 +173,7 @@ class Run(ABC):
             raise ValueError(f"device={str(device)!r} cannot be used: its tensors hold no values")
         functional.check_backend(x)
         check_machine(train, device, Processes.current().world)
-        if train.metric not in known:
-            raise ValueError(f"metric={train.metric!r} is no value of this validation; choose {', '.join(known)}")
-        if train.metric not in computed:
-            raise ValueError(f"metric={train.metric!r} is not computed here; it needs {known[train.metric]}")
+        check_value("metric", train.metric, str, choices=computed)
         for package, extra, needed in (
             ("sacrebleu", "apps", "bleu" in computed),
             ("tensorboard", "tensorboard", train.tensorboard),
@@ -232,13 +229,14 @@ class Run(ABC):
         def create_in_main() -> None:
             check_new(folder, cls.application.kind)
             cls.check(data, model, train, device)
-            with new_run_folder(folder):
+            run = cls(folder, data, model, train, tokenizers, device, given)
+            run.origin = None if pretrained is None else str(Path(pretrained).resolve())
+            folder.mkdir(parents=True, exist_ok=True)
+            with locked(folder):
                 check_new(folder, cls.application.kind)  # another process may have written it since
-                run = cls(folder, data, model, train, tokenizers, device, given)
-                run.origin = None if pretrained is None else str(Path(pretrained).resolve())
-                cls.application.save_tokenizers(folder, run.tokenizers)
                 write_file(folder / DATA, (json.dumps(run.data_report(), indent=1) + "\n").encode())
                 run._save_settings()
+                cls.application.save_tokenizers(folder, run.tokenizers)
             created.append(run)
 
         Processes.current().on_main(create_in_main)
@@ -257,9 +255,7 @@ class Run(ABC):
             yield
 
     def _save_settings(self) -> None:
-        self.application.save_settings(
-            self.folder, self.data, self.model_config, self.train_config, self.chosen, self.origin
-        )
+        self.application.save_settings(self.folder, self.data, self.model_config, self.train_config, self.origin)
 
     @classmethod
     def open(
@@ -289,9 +285,7 @@ class Run(ABC):
         application.refuse_idle({"train": changes}, data, model, config, device)
         cls.check(data, model, config, device)
         run = cls(folder, data, model, config, application.load_tokenizers(folder), device)
-        before = stated(folder / CONFIG)
-        run.origin, chosen = before.origin, before.chosen
-        run.chosen = chosen and tuple(name for name in chosen if name not in changes)
+        run.origin = stated(folder / CONFIG).origin
         saved, report = read_json(folder / DATA), run.data_report()
         for name, what in (("fingerprint", "training"), ("validation", "validation")):
             if not isinstance(saved, dict) or name not in saved:
@@ -345,5 +339,4 @@ class Run(ABC):
             checkpoint = Checkpoint.open(last)
         except CheckpointError:  # `Trainer.resume` raises it, and names the previous good checkpoint
             return
-        checkpoint.check_architecture(self.model_config)
-        checkpoint.check_size(self.model_config.matrix_numbers)
+        checkpoint.check_architecture(self.model_config, self.model_config.matrix_numbers)

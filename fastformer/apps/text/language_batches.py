@@ -104,7 +104,6 @@ class LanguageBatches(EpochBatches[LanguageBatch]):
         if tokens < context:
             raise ValueError(f"tokens={tokens} is less than context={context}: a batch must hold at least one piece")
         self.context, self.tokens = context, tokens
-        self.longest = int(self.pieces.lengths.max())  # tokens of the longest piece
 
     def _plan(self, random: np.random.Generator) -> list[Ints]:
         order = self._order(random, len(self.pieces))
@@ -134,7 +133,6 @@ class ColumnBatches(EpochBatches[LanguageBatch]):
             raise ValueError(f"columns={columns} is too many for {len(stream):,} tokens: each column needs two")
         self.table = stream[: rows * columns].reshape(columns, rows)  # [columns, L]
         self.context = context
-        self.longest = min(context, rows - 1)  # tokens of a column in the longest batch
 
     def _plan(self, random: np.random.Generator) -> list[Ints]:
         rows = np.arange(self.table.shape[1] - 1)

@@ -1,6 +1,13 @@
 """Training: one loop for every model, schedules, checkpoints, metrics and configuration files."""
 
-from fastformer.apps.train.checkpoint import Checkpoint, average_checkpoints
+from fastformer.apps.train.checkpoint import (
+    Checkpoint,
+    CheckpointError,
+    average_checkpoints,
+    put_weights,
+    read_weights,
+    write_weights,
+)
 from fastformer.apps.train.checkpoint_folder import CheckpointFolder, find_checkpoint
 from fastformer.apps.train.config import TrainConfig
 from fastformer.apps.train.metrics import MetricsLog, read_metrics
@@ -10,7 +17,6 @@ from fastformer.apps.train.run_state import BatchSource, DivergedError, Result
 from fastformer.apps.train.schedules import Schedule
 from fastformer.apps.train.trainer import Trainer
 from fastformer.apps.train.validation import Validation
-from fastformer.apps.train.weights import CheckpointError, put_weights, read_weights, write_weights
 
 __all__ = [
     "BatchSource",

@@ -6,13 +6,15 @@
     meta.json              step, architecture, metrics, and size and SHA-256 of the other files; written last
 
 An average of checkpoints has neither optimizer nor state. Names, shapes, dtypes and sizes are compared with the model
-before a tensor is copied. `checkpoint_folder.py` decides which checkpoints a run keeps.
+before a tensor is copied, because torch would cast any dtype to any other. `checkpoint_folder.py` decides which
+checkpoints a run keeps.
 """
 
 import dataclasses
 import hashlib
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -22,21 +24,129 @@ from torch import Tensor, nn
 
 from fastformer.apps.settings import befores, to_plain
 from fastformer.apps.system.files import inside, synchronise, write_file
-from fastformer.apps.train.weights import (
-    CheckpointError,
-    check_size,
-    check_tensors_fit,
-    load_weights,
-    read_weights,
-    stored_shapes,
-    write_weights,
-)
+from fastformer.apps.train.parallel import part_of
 
 WEIGHTS, OPTIMIZER, STATE, META = "model.safetensors", "optimizer.safetensors", "state.json", "meta.json"
 
 # The tensors in an optimizer's state for one parameter.
 _ADAM_TENSORS = ("step", "exp_avg", "exp_avg_sq")
 OPTIMIZER_TENSORS = {"adamw": _ADAM_TENSORS, "adam": _ADAM_TENSORS, "sgd": ("momentum_buffer",)}
+
+# Each may be loaded into each other: a model is exported, and trained, in other precisions than it was saved in.
+_FLOATING = frozenset({torch.float64, torch.float32, torch.float16, torch.bfloat16})
+_DAMAGE = ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError  # of untrusted JSON
+
+
+class CheckpointError(ValueError):
+    """A checkpoint that is missing, damaged or of another model; the message is one line for the user."""
+
+
+def write_weights(path: Path, weights: Mapping[str, Tensor]) -> None:
+    """Write tensors as safetensors; tied ones, in the same memory, once. Raises OSError on a full disk."""
+    from safetensors.torch import save
+
+    first_names: dict[tuple[Any, ...], str] = {}
+    stored: dict[str, Tensor] = {}
+    copies: dict[str, str] = {}
+    for name, tensor in weights.items():
+        memory = (tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride(), tensor.device)
+        first = first_names.setdefault(memory, name) if tensor.numel() else name
+        if first == name:
+            stored[name] = tensor.detach().to("cpu", copy=True, memory_format=torch.contiguous_format)
+        else:
+            copies[name] = first
+    path.write_bytes(save(stored, metadata={"format": "pt", **copies}))
+
+
+def read_weights(path: Path) -> dict[str, Tensor]:
+    """Return the tensors of a safetensors file, on the CPU, tied ones under each of their names."""
+    with _opened(path) as file:
+        weights = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (not a mapping)
+        metadata = file.metadata() or {}
+    return {name: weights[first] for name, first in metadata.items() if first in weights} | weights
+
+
+def stored_shapes(path: Path) -> dict[str, torch.Size]:
+    """Return the shapes in the header of a safetensors file, tied tensors once; raises CheckpointError."""
+    with _opened(path) as file:
+        return {name: torch.Size(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118
+
+
+@contextmanager
+def _opened(path: Path) -> Iterator[Any]:
+    """Open a safetensors file for the block; raise a CheckpointError of one line for every error in it."""
+    from safetensors import safe_open
+
+    if not path.is_file():
+        raise CheckpointError(f"{path}: there is no such weights file")
+    try:
+        with safe_open(path, framework="pt") as file:
+            yield file
+    except Exception as error:  # also a MemoryError, of a sparse file
+        reason = (str(error).splitlines() or [type(error).__name__])[0]
+        raise CheckpointError(f"{path}: not a readable safetensors file ({reason})") from None
+
+
+def load_weights(model: nn.Module, path: Path) -> None:
+    """Put the weights of a safetensors file into a model; raises CheckpointError as `put_weights`, and for NaN."""
+    put_weights(model, read_weights(path), path)
+    check_finite(model, path)
+
+
+def put_weights(model: nn.Module, weights: Mapping[str, Tensor], origin: Path | str) -> None:
+    """Copy weights into a model, in place and strictly; raises CheckpointError naming the first tensor that differs.
+
+    A parameter with two names in the model must have equal values under both, or one of them would be lost.
+    """
+    expected = model.state_dict()
+    check_tensors_fit(weights, expected, origin)
+    first_names: dict[nn.Parameter, str] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        first = first_names.setdefault(parameter, name)
+        if weights[name] is not weights[first] and not torch.equal(weights[name], weights[first]):
+            raise CheckpointError(f"{origin}: holds different numbers as {first} and {name}, which this model ties")
+    model.load_state_dict({name: part_of(weights[name], tensor) for name, tensor in expected.items()})
+
+
+def check_tensors_fit(saved: Mapping[str, Tensor], expected: Mapping[str, Tensor], origin: Path | str) -> None:
+    """Raise CheckpointError naming the first tensor that is missing, unknown, or of another shape or kind of dtype."""
+    for name, tensor in expected.items():
+        if name not in saved:
+            raise CheckpointError(f"{origin}: does not hold {name}, which this model has")
+        shape, dtype = saved[name].shape, saved[name].dtype
+        if shape != tensor.shape:
+            raise CheckpointError(
+                f"{origin}: holds {name} of shape {list(shape)}, but this model's is {list(tensor.shape)}"
+            )
+        if not same_kind(dtype, tensor.dtype):
+            raise CheckpointError(f"{origin}: holds {name} of {dtype}, but this model's is {tensor.dtype}")
+    if extra := next((name for name in saved if name not in expected), None):
+        raise CheckpointError(f"{origin}: holds {extra}, which this model does not have")
+
+
+def same_kind(saved: torch.dtype, expected: torch.dtype) -> bool:
+    """Return whether a dtype may be loaded into another: equal ones, and floating ones of any usual width."""
+    return saved == expected or {saved, expected} <= _FLOATING
+
+
+def check_size(numbers: int, files: Sequence[Path], origin: Path | str) -> None:
+    """Raise CheckpointError for a model larger than its weights' files, because untrusted settings may name any size.
+
+    numbers: elements that the model has at least; one takes two bytes or more.
+    """
+    stored = sum(path.stat().st_size for path in files if path.is_file())
+    if 2 * numbers > stored:
+        raise CheckpointError(
+            f"{origin}: the settings are of a model with {numbers:,} parameters or more, but {stored:,} bytes of "
+            "weights are there: it is damaged, or of another model"
+        )
+
+
+def check_finite(model: nn.Module, origin: Path | str) -> None:
+    """Raise CheckpointError naming the first parameter that holds a NaN or an infinity."""
+    for name, parameter in model.named_parameters():
+        if not torch.isfinite(parameter).all():
+            raise CheckpointError(f"{origin}: {name} holds NaN or infinity; it is damaged, or its training diverged")
 
 
 @dataclass(frozen=True)
@@ -55,16 +165,13 @@ class Checkpoint:
         path = Path(path)
         try:
             meta = json.loads((path / META).read_bytes())
-            files = {
-                str(name): {"bytes": int(file["bytes"]), "sha256": str(file["sha256"])}
-                for name, file in dict(meta["files"]).items()
-            }
+            files = {str(name): dict(file) for name, file in dict(meta["files"]).items()}
             for name in files:
                 inside(path, name)
             checkpoint = cls(path, int(meta["step"]), dict(meta["config"]), dict(meta["metrics"]), files)
         except OSError as error:
             raise CheckpointError(f"{path / META}: cannot be read ({error.strerror}); not a checkpoint") from None
-        except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError) as error:
+        except _DAMAGE as error:
             raise CheckpointError(f"{path / META}: is damaged ({type(error).__name__}: {error})") from None
         if (path / "shards").is_dir():
             raise CheckpointError(
@@ -76,13 +183,11 @@ class Checkpoint:
     def check(self, *names: str) -> "Checkpoint":
         """Compare files (all by default) with their saved size and SHA-256; raises CheckpointError naming the first."""
         for name in names or self.files:
-            path, saved = self.path / name, self.files.get(name)
-            if saved is None or not path.is_file():
+            path = self.path / name
+            if name not in self.files or not path.is_file():
                 raise CheckpointError(f"{path}: is missing")
-            if (size := path.stat().st_size) != saved["bytes"]:
-                raise CheckpointError(f"{path}: is damaged: it has {size:,} bytes instead of {saved['bytes']:,}")
-            if file_facts(path) != saved:
-                raise CheckpointError(f"{path}: is damaged: its content is not what was saved (SHA-256 differs)")
+            if file_facts(path) != self.files[name]:
+                raise CheckpointError(f"{path}: is damaged: its size or content is not what was saved")
         return self
 
     def weights(self) -> dict[str, Tensor]:
@@ -97,18 +202,14 @@ class Checkpoint:
         self.check(STATE)
         try:
             return dict(json.loads((self.path / STATE).read_bytes()))
-        except (ValueError, TypeError, RecursionError) as error:
+        except _DAMAGE as error:
             raise CheckpointError(f"{self.path / STATE}: is damaged ({type(error).__name__}: {error})") from None
 
     def optimizer_state(self, parameters: Sequence[Tensor], optimizer: str) -> dict[int, dict[str, Tensor]]:
         """Return {parameter: {name: tensor}}, as `torch.optim.Optimizer.state_dict` has it under "state".
 
-        Args:
-            parameters: the optimizer's parameters, in its order.
-            optimizer: a key of `OPTIMIZER_TENSORS`.
-
-        Raises:
-            CheckpointError: naming the first tensor that the optimizer does not have, or has in another shape.
+        parameters: the optimizer's, in its order. optimizer: a key of `OPTIMIZER_TENSORS`. Raises CheckpointError
+        naming the first tensor that the optimizer does not have, or has in another shape.
         """
         self.check(OPTIMIZER)
         tensors = read_weights(self.path / OPTIMIZER)
@@ -124,40 +225,43 @@ class Checkpoint:
         return nested
 
     def load_into(self, model: nn.Module, config: Any = None) -> None:
-        """Copy the weights into `model`, which must have tensors of the saved names and shapes.
-
-        config: the model's configuration, a dataclass or mapping, which is compared first; None: no comparison. Raises
-        CheckpointError naming what differs, is missing, is damaged or is not finite.
-        """
+        """Copy the weights into a model; raises the errors of `check_architecture` and `load_weights`."""
         self.check_architecture(config)
         self.check(WEIGHTS)
         load_weights(model, self.path / WEIGHTS)
 
-    def check_architecture(self, config: Any) -> None:
+    def check_architecture(self, config: Any, numbers: int = 0) -> None:
         """Raise CheckpointError naming the first setting that differs between a model and the checkpoint.
 
         config: the model's, a dataclass or mapping; None: nothing is compared. A setting that the checkpoint lacks is
         newer than the checkpoint, and compared by its earlier value. A checkpoint without settings fits every model.
+        numbers: see `check_size`.
         """
-        if config is None or not self.config:
-            return
-        expected, saved = to_plain(config), {**_earlier_values(config), **self.config}
-        for name in {**expected, **saved}:
-            if name not in saved or name not in expected or saved[name] != expected[name]:
-                stored, needed = (repr(each[name]) if name in each else "nothing" for each in (saved, expected))
-                raise CheckpointError(
-                    f"{self.path}: is of another architecture: it has {name}={stored}, this model {needed}"
-                )
+        if config is not None and self.config:
+            expected, saved = to_plain(config), {**_earlier_values(config), **self.config}
+            for name in {**expected, **saved}:
+                if name not in saved or name not in expected or saved[name] != expected[name]:
+                    stored, needed = (repr(each[name]) if name in each else "nothing" for each in (saved, expected))
+                    raise CheckpointError(
+                        f"{self.path}: is of another architecture: it has {name}={stored}, this model {needed}"
+                    )
+        if numbers:
+            check_size(numbers, [self.path / WEIGHTS], self.path)
 
-    def parameters(self) -> int:
-        """Return the number of elements of all weights, tied ones counted once; only the file's header is read."""
-        return sum(shape.numel() for shape in stored_shapes(self.path / WEIGHTS).values())
 
-    def check_size(self, numbers: int) -> None:
-        """Raise CheckpointError if the weights file is too small for a model of `numbers` elements or more."""
-        if not (self.path / WEIGHTS).is_file():
-            raise CheckpointError(f"{self.path / WEIGHTS}: is missing")
-        check_size(numbers, (self.path / WEIGHTS).stat().st_size, self.path)
+def _earlier_values(config: Any) -> dict[str, Any]:
+    """Return the plain values that a dataclass's fields have in files that leave them out; {} for a mapping."""
+    if isinstance(config, Mapping):
+        return {}
+    values = {each.name: each.default for each in dataclasses.fields(config)}
+    values = {name: default for name, default in values.items() if default is not dataclasses.MISSING}
+    return to_plain(values | befores(type(config)))
+
+
+def file_facts(path: Path) -> dict[str, Any]:
+    """Return size and SHA-256 of a file."""
+    with path.open("rb") as file:
+        return {"bytes": path.stat().st_size, "sha256": hashlib.file_digest(file, "sha256").hexdigest()}
 
 
 def write_checkpoint(
@@ -177,14 +281,10 @@ def write_checkpoint(
         plain = {name: value for name, value in state.items() if name != "optimizer"}
         (folder / STATE).write_text(json.dumps(plain), "utf-8")
     files = sorted(folder.iterdir())
-    meta = {
-        "step": step,
-        "config": to_plain(config or {}),
-        "metrics": dict(metrics or {}),
-        "files": {path.name: file_facts(path) for path in files},
-    }
     for path in files:
         synchronise(path)
+    facts = {path.name: file_facts(path) for path in files}
+    meta = {"step": step, "config": to_plain(config or {}), "metrics": dict(metrics or {}), "files": facts}
     write_file(folder / META, (json.dumps(meta, indent=1) + "\n").encode("utf-8"))
     synchronise(folder)
 
@@ -204,18 +304,3 @@ def average_checkpoints(paths: Sequence[Path | str]) -> dict[str, Tensor]:
             if x.is_floating_point() or x.is_complex():
                 total[name] = total.get(name, 0) + x.to(torch.promote_types(x.dtype, torch.float64))
     return {name: (total[name] / len(paths)).to(x.dtype) if name in total else x for name, x in last.items()}
-
-
-def file_facts(path: Path) -> dict[str, Any]:
-    """Return size and SHA-256 of a file."""
-    with path.open("rb") as file:
-        return {"bytes": path.stat().st_size, "sha256": hashlib.file_digest(file, "sha256").hexdigest()}
-
-
-def _earlier_values(config: Any) -> dict[str, Any]:
-    """Return the plain values that a dataclass's fields have in files that leave them out; {} for a mapping."""
-    if isinstance(config, Mapping):
-        return {}
-    values = {each.name: each.default for each in dataclasses.fields(config)}
-    values = {name: default for name, default in values.items() if default is not dataclasses.MISSING}
-    return to_plain(values | befores(type(config)))

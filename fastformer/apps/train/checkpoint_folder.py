@@ -23,8 +23,7 @@ from typing import Any
 from torch import Tensor
 
 from fastformer.apps.system.files import synchronise, write_file
-from fastformer.apps.train.checkpoint import META, Checkpoint, write_checkpoint
-from fastformer.apps.train.weights import CheckpointError
+from fastformer.apps.train.checkpoint import META, Checkpoint, CheckpointError, write_checkpoint
 from fastformer.settings import check_value
 
 INDEX, AVERAGE, INTERIM = "index.json", "average", "interim"
@@ -39,7 +38,7 @@ class CheckpointFolder:
 
     def paths(self) -> list[Path]:
         """Return the complete checkpoints with a training state, in the order of writing."""
-        return [self.folder / name for name in self._index()["kept"] if (self.folder / name).is_dir()]
+        return [self.folder / name for name in self.index()["kept"] if (self.folder / name).is_dir()]
 
     def last(self) -> Path | None:
         """Return the checkpoint that was written last; None if there is none."""
@@ -47,29 +46,12 @@ class CheckpointFolder:
 
     def best(self) -> Path | None:
         """Return the checkpoint with the best metric, which may be the average; None before the first validation."""
-        best = self._index()["best"]
+        best = self.index()["best"]
         return self.folder / best["name"] if best and (self.folder / best["name"]).is_dir() else None
-
-    def best_or_last(self) -> Path | None:
-        """Return the best checkpoint, or the last one before the first validation.
-
-        Raises CheckpointError if the best checkpoint is gone, because the last one holds another model.
-        """
-        named, best, last = self._index()["best"], self.best(), self.last()
-        if named and best is None and last is not None:
-            raise CheckpointError(
-                f"{self.folder}: the best checkpoint, {named['name']}, is gone; the last one is {last.name}"
-            )
-        return best or last
 
     def best_value(self) -> float | None:
         """Return the metric of `best()`; None without a best checkpoint."""
-        return float(self._index()["best"]["value"]) if self.best() else None
-
-    def average(self) -> Path | None:
-        """Return the average of the last checkpoints; None if there is none."""
-        path = self.folder / self._index()["average"]
-        return path if path.is_dir() else None
+        return float(self.index()["best"]["value"]) if self.best() else None
 
     def save(
         self,
@@ -100,7 +82,7 @@ class CheckpointFolder:
         name = AVERAGE if state is None else f"{INTERIM if interim else 'step'}-{step}"
         try:
             self.recover()
-            index = self._index()
+            index = self.index()
             free = (each for each in chain([name], (f"{name}-{i}" for i in count(2))))
             target = next(path for path in map(self.folder.joinpath, free) if not path.exists())
             target.mkdir()
@@ -121,7 +103,7 @@ class CheckpointFolder:
 
     def mark_best(self, path: Path, value: float) -> None:
         """Record a checkpoint as the best; `value` is its metric."""
-        self._write_index(**{**self._index(), "best": {"name": path.name, "value": value}})
+        self._write_index(**{**self.index(), "best": {"name": path.name, "value": value}})
 
     def open(self, path: Path | str | None = None) -> Checkpoint:
         """Open the checkpoint at `path`, or the last one, after checking all its files.
@@ -143,13 +125,13 @@ class CheckpointFolder:
     def recover(self) -> None:
         """Remove checkpoints that the index does not name; to be called by the writing process only."""
         self.folder.mkdir(parents=True, exist_ok=True)
-        index = self._index()
+        index = self.index()
         named = {*index["kept"], index["average"], *([index["best"]["name"]] if index["best"] else [])}
         for path in self.folder.iterdir():
             if _NAME.fullmatch(path.name) and path.name not in named and path.is_dir():
                 shutil.rmtree(path)
 
-    def _index(self) -> dict[str, Any]:
+    def index(self) -> dict[str, Any]:
         """Return names: `kept` in the order of writing, `best` with its value or None, `average` if it exists."""
         try:
             index = json.loads((self.folder / INDEX).read_bytes())
@@ -159,9 +141,9 @@ class CheckpointFolder:
                 return index
         except (FileNotFoundError, ValueError, TypeError, KeyError, AttributeError, RecursionError):
             pass
-        complete = [path for path in self.folder.glob(f"*/{META}") if _NAME.fullmatch(path.parent.name)]
-        steps = {path.parent.name: _step_of(path.parent) for path in complete if AVERAGE not in path.parent.name}
-        return {"kept": sorted(steps, key=lambda name: steps[name]), "best": None, "average": AVERAGE}
+        complete = [path.parent.name for path in self.folder.glob(f"*/{META}")]
+        kept = [name for name in complete if _NAME.fullmatch(name) and AVERAGE not in name]
+        return {"kept": sorted(kept, key=lambda name: int(name.split("-")[1])), "best": None, "average": AVERAGE}
 
     def _write_index(self, kept: list[str], best: dict[str, Any] | None, average: str) -> None:
         """Replace the index, without checkpoints that are no longer kept, and remove those."""
@@ -181,13 +163,6 @@ def _is_good(path: Path) -> bool:
     return False
 
 
-def _step_of(path: Path) -> int:
-    """Return the step of a checkpoint; -1 if its meta.json is damaged."""
-    with suppress(CheckpointError):
-        return Checkpoint.open(path).step
-    return -1
-
-
 def find_checkpoint(path: Path | str, which: str = "best") -> Path:
     """Return the checkpoint in `path`, which is a run folder, its checkpoints folder, or a checkpoint itself.
 
@@ -200,9 +175,12 @@ def find_checkpoint(path: Path | str, which: str = "best") -> Path:
     if (path / META).is_file():
         return path
     folder = CheckpointFolder(path / "checkpoints" if (path / "checkpoints").is_dir() else path)
-    named = {"best": folder.best_or_last, "last": folder.last, "average": folder.average}
-    checkpoint = named[which]() if which in named else next((p for p in folder.paths() if p.name == which), None)
-    if checkpoint is None:
-        names = ", ".join(p.name for p in folder.paths())
-        raise CheckpointError(f"{path}: holds no {which} checkpoint{names and f'; it has {names}'}")
-    return checkpoint
+    index, names = folder.index(), [each.name for each in folder.paths()]
+    last = names[-1] if names else ""
+    best = index["best"]["name"] if index["best"] else last
+    named: dict[str, str] = {"best": best, "last": last, "average": index["average"]}
+    name = named.get(which, which if which in names else "")
+    if not name or not (folder.folder / name).is_dir():
+        listed = f"; it has {', '.join(names)}" if names else ""
+        raise CheckpointError(f"{path}: holds no {which} checkpoint{listed}")
+    return folder.folder / name

@@ -49,7 +49,7 @@ def sides_of(batch: Any) -> tuple[Side, ...]:
 def shape_of(batch: Any, longest: int | None = None) -> Shape:
     """Return the shape that a batch on the CPU is rounded up to; the same for every batch of the same sizes.
 
-    longest: tokens of the longest sequence of all batches; None: unknown.
+    longest: tokens of the longest sequence that the model takes; None: any.
     """
     lengths = [getattr(batch, side.lengths) for side in sides_of(batch)]
     tokens = tuple(_round_tokens(int(x.sum())) for x in lengths)

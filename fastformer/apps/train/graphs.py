@@ -38,12 +38,10 @@ def new_update(
     loss: Callable[[Any, Any], Tensor],
     config: TrainConfig,
     processes: Processes,
-    longest: int | None = None,
 ) -> Update:
     """Return the `Update` of a configuration, with CUDA graphs if it asks for them and the device has them.
 
-    longest: tokens of the longest sequence of all batches; None: unknown. Raises ValueError if activations are to be
-    checkpointed and the model has no stack.
+    Raises ValueError if activations are to be checkpointed and the model has no stack.
     """
     if config.checkpoint_activations:
         stacks = [each for each in model.modules() if isinstance(each, TransformerEncoder | TransformerDecoder)]
@@ -58,14 +56,14 @@ def new_update(
     graph_recorder = recorder(device, keeps_memory=False) if config.cuda_graphs else None
     if graph_recorder is None:
         return Update(model, loss, config, processes)
-    return GraphedUpdate(model, loss, config, processes, graph_recorder, longest)
+    return GraphedUpdate(model, loss, config, processes, graph_recorder)
 
 
 class GraphedUpdate(Update):
     """An `Update` whose parts are captured and replayed as CUDA graphs.
 
     If a part cannot be captured, a warning is issued and all later steps run eagerly. The loss takes batches whose
-    lengths are a `Layout`. longest: see `new_update`.
+    lengths are a `Layout`.
     """
 
     def __init__(
@@ -75,11 +73,10 @@ class GraphedUpdate(Update):
         config: TrainConfig,
         processes: Processes,
         recorder: Recorder,
-        longest: int | None,
     ) -> None:
         super().__init__(model, loss, config, processes)
         self._recorder: Recorder | None = recorder
-        self._longest = longest
+        self._longest = getattr(getattr(model, "config", None), "longest", None)  # by learned positions
         self._memory: dict[Hashable, FixedBatch] = {}
         self._warm: set[Hashable] = set()
         self._recorded: dict[Hashable, tuple[Recorded, list[Tensor]]] = {}

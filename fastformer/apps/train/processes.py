@@ -16,6 +16,7 @@ import os
 import socket
 import sys
 import time
+import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from datetime import timedelta
@@ -33,14 +34,11 @@ _PATIENCE = timedelta(days=7)
 # one that ends the threads while it holds the GIL, as torch does if a model is freed last, hangs (torch 2.13).
 _GRACE = 0.2  # seconds
 
-# Parts of the messages of gloo and NCCL for lost connections.
-_LOST = ("Connection closed", "Connection reset", "Broken pipe", "imed out", "remote process")
-
 Value = TypeVar("Value")
 
 
 class ProcessError(RuntimeError):
-    """Another process ended, did not answer, or failed; `reported`: it has printed the cause itself."""
+    """Another process failed, or was not joined; `reported`: it has printed the cause itself."""
 
     def __init__(self, message: str, reported: bool = False) -> None:
         super().__init__(message)
@@ -160,30 +158,6 @@ class Processes:
 _joined = Processes()
 
 
-def connection_was_lost(error: Exception) -> bool:
-    """Return whether an error of torch says that another process ended or does not answer."""
-    if not dist.is_available() or not dist.is_initialized() or isinstance(error, ProcessError):
-        return False
-    return isinstance(error, dist.DistNetworkError) or (
-        isinstance(error, RuntimeError) and any(words in str(error) for words in _LOST)
-    )
-
-
-@contextmanager
-def lost_connections_named() -> Iterator[None]:
-    """Raise ProcessError for each of torch's errors of a lost connection in the block."""
-    try:
-        yield
-    except RuntimeError as error:
-        if not connection_was_lost(error):
-            raise
-        event = f"did not answer for {TIMEOUT.seconds} s" if "imed out" in str(error) else "ended"
-        raise ProcessError(
-            f"another process of this run {event}; --resume goes on from the last checkpoint "
-            f"({str(error).splitlines()[0][:160]})"
-        ) from error
-
-
 def _launched() -> bool:
     """Return whether torchrun, or another launcher that sets its variables, started several processes."""
     world = os.environ.get("WORLD_SIZE", "1")
@@ -210,8 +184,7 @@ def local_device(device: str) -> str:
 def join_processes(device: torch.device | str = "cpu") -> Iterator[Processes]:
     """Connect the processes that torchrun started, for the block; without torchrun, it is one process alone.
 
-    device: of this process. NCCL connects GPUs, gloo CPUs. Raises ProcessError if the other processes do not answer,
-    ValueError if this torch has no torch.distributed.
+    device: of this process. NCCL connects GPUs, gloo CPUs. Raises ValueError if this torch has no torch.distributed.
     """
     if not _launched():
         yield Processes()
@@ -221,13 +194,8 @@ def join_processes(device: torch.device | str = "cpu") -> Iterator[Processes]:
     device = torch.device(device)
     if device.type == "cuda":
         torch.cuda.set_device(device)
-    try:
-        dist.init_process_group("nccl" if device.type == "cuda" else "gloo", timeout=TIMEOUT)
-    except (RuntimeError, ValueError) as error:  # ValueError: of the launcher's variables
-        reason = (str(error).splitlines() or [type(error).__name__])[0][:160]
-        raise ProcessError(f"the processes of this run cannot connect to one another ({reason})") from error
-    with lost_connections_named():
-        yield Processes.current()
+    dist.init_process_group("nccl" if device.type == "cuda" else "gloo", timeout=TIMEOUT)
+    yield Processes.current()
     # Not after an error: the others may be at any point, and the end of this process closes its connections.
     dist.destroy_process_group()
     time.sleep(_GRACE)  # `_joined` keeps the groups, so no thread is waited for
@@ -239,17 +207,14 @@ def leaving() -> Iterator[None]:
     if not _launched():
         yield
         return
-    status: Any = 0
+    status = 1
     try:
         yield
+        status = 0
     except SystemExit as end:
-        status = end.code or 0
-    except BaseException as error:
-        sys.excepthook(type(error), error, error.__traceback__)
-        status = 1
-    if not isinstance(status, int):
-        print(status, file=sys.stderr)
-        status = 1
+        status = end.code if isinstance(end.code, int) else int(end.code is not None)
+    except BaseException:
+        traceback.print_exc()
     atexit._run_exitfuncs()
     for stream in (sys.stdout, sys.stderr):
         with suppress(OSError, ValueError):

@@ -1,16 +1,14 @@
 """Progress output of a run: loss, tokens per second and time left, and a line for every validation.
 
 A terminal shows rich's bar. A log file or a pipe, where a bar would be thousands of lines, gets a plain line every few
-seconds. A stream that cannot be written to ends the output, never the run.
+seconds. A stream that cannot be written to ends the output, not the run.
 """
 
 import math
 import sys
 import time
 from collections.abc import Callable
-from typing import Any, TextIO, cast
-
-from fastformer.apps.system.terminal import Terminal
+from typing import Any, TextIO
 
 _PLAIN_SECONDS, _BAR_SECONDS = 10.0, 1.0  # between two updates
 _NOT_SHOWN = ("kind", "step", "epoch", "seconds", "tokens", "gradient_norm")
@@ -22,8 +20,8 @@ class Progress:
     def __init__(
         self, enabled: bool = True, stream: TextIO | None = None, clock: Callable[[], float] = time.monotonic
     ) -> None:
-        self._enabled, self._clock = enabled, clock
-        self._stream = Terminal(sys.stderr if stream is None else stream)
+        self._stream = sys.stderr if stream is None else stream
+        self._enabled, self._clock = enabled and self._stream is not None, clock
         self._bar: Any = None
         self._next = -math.inf  # when the next update is due: the first one after the first step
 
@@ -34,7 +32,7 @@ class Progress:
             from rich.progress import Progress as Bar
 
             text = TextColumn("{task.fields[text]}  left {task.fields[left]}")
-            console = Console(file=cast("TextIO", self._stream))
+            console = Console(file=self._stream)
             self._bar = Bar(BarColumn(bar_width=20), TaskProgressColumn(), text, console=console, refresh_per_second=2)
             self._bar.add_task("training", total=1.0, text="starting", left="?")
             self._bar.start()
@@ -58,14 +56,21 @@ class Progress:
         if self._bar is not None:
             self._bar.update(self._bar.task_ids[0], completed=progress, text=text, left=time_left)
         else:
-            self._stream.line(f"{progress:4.0%}  {text}  left {time_left}")
+            self._print(f"{progress:4.0%}  {text}  left {time_left}")
 
     def line(self, text: str) -> None:
         """Print a line that stays, such as the summary of a validation or the reason of the end."""
         if self._bar is not None:
             self._bar.console.print(text, markup=False, emoji=False, highlight=False)
-        elif self._enabled:
-            self._stream.line(text)
+        else:
+            self._print(text)
+
+    def _print(self, text: str) -> None:
+        try:
+            if self._enabled:
+                print(text, file=self._stream, flush=True)
+        except (OSError, ValueError):  # a full disk, a closed pipe, a closed stream
+            self._enabled = False
 
 
 def describe(record: dict[str, Any]) -> str:

@@ -12,7 +12,7 @@ from typing import Any, Protocol
 from torch import nn
 
 from fastformer.apps.system.run_lock import locked
-from fastformer.apps.train.checkpoint import META, Checkpoint
+from fastformer.apps.train.checkpoint import META, Checkpoint, CheckpointError
 from fastformer.apps.train.checkpoint_folder import INTERIM, CheckpointFolder
 from fastformer.apps.train.config import TrainConfig
 from fastformer.apps.train.metrics import RunningSums, is_better
@@ -21,7 +21,6 @@ from fastformer.apps.train.processes import ProcessError, Processes
 from fastformer.apps.train.randomness import random_state, seed_everything, set_random_state
 from fastformer.apps.train.schedules import Schedule
 from fastformer.apps.train.update import Update
-from fastformer.apps.train.weights import CheckpointError
 
 # A run has diverged if gradients overflow in fp16 with a smaller scale than this.
 _LOWEST_SCALE = 1.0
@@ -38,9 +37,6 @@ class BatchSource(Protocol):
     Several processes also need `share(rank, world)`, which returns the sentences of process `rank` as a batch, or None;
     every sentence must be in the batch of exactly one process. CUDA graphs need a dataclass whose `SIDES` name all its
     fields (`fastformer.apps.text.Side`), ids packed `[T]`, and a loss that accepts a `Layout` in place of lengths.
-
-    The optional attribute `longest` is the number of tokens of the longest sequence; CUDA graphs need it for models
-    with a limit of length.
     """
 
     def batches_in(self, epoch: int) -> int:
@@ -98,10 +94,7 @@ class Position:
 
 @dataclass(frozen=True)
 class Result:
-    """How a run ended: `reason` is "steps", "epochs", "minutes", "patience" or "interrupted"; seconds in all.
-
-    signal: number of the signal that interrupted this process, such as `signal.SIGTERM`; None without one.
-    """
+    """How a run ended: `reason` is "steps", "epochs", "minutes", "patience" or "interrupted"; seconds in all."""
 
     reason: str
     step: int
@@ -111,7 +104,6 @@ class Result:
     metrics: dict[str, float]
     best_value: float | None
     best: Path | None
-    signal: int | None = None
 
 
 @dataclass

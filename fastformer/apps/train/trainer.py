@@ -22,20 +22,19 @@ import torch
 from torch import Tensor, nn
 
 from fastformer.apps.system.run_lock import locked
-from fastformer.apps.train.checkpoint import Checkpoint, average_checkpoints
+from fastformer.apps.train.checkpoint import Checkpoint, average_checkpoints, put_weights
 from fastformer.apps.train.checkpoint_folder import CheckpointFolder
 from fastformer.apps.train.config import TrainConfig, check_machine
 from fastformer.apps.train.graphs import new_update
 from fastformer.apps.train.interrupt import Interrupt
 from fastformer.apps.train.metrics import MetricsLog, RunningSums, is_better
 from fastformer.apps.train.parallel import gathered
-from fastformer.apps.train.processes import Processes, connection_was_lost, lost_connections_named
+from fastformer.apps.train.processes import Processes
 from fastformer.apps.train.progress import Progress, describe
 from fastformer.apps.train.randomness import preserved_randomness, seed_everything
 from fastformer.apps.train.run_state import BatchSource, Position, Result, RunState
 from fastformer.apps.train.schedules import Schedule
 from fastformer.apps.train.validation import TimeBudget, Validation, check_values
-from fastformer.apps.train.weights import check_storable, put_weights
 
 _NOTICE = "finishing this step, then saving and validating; press Ctrl-C again to stop at once"
 
@@ -76,9 +75,8 @@ class Trainer:
             architecture = model.config
         self._clock = clock or (time.process_time if config.clock == "cpu" else time.monotonic)
         self._wall_clock = clock or time.monotonic
-        self._update = new_update(model, loss, config, processes, getattr(batches, "longest", None))
+        self._update = new_update(model, loss, config, processes)
         self._sums = RunningSums(self.device, skips=config.precision == "fp16")
-        check_storable(model.state_dict())
         self.checkpoints = CheckpointFolder(self.folder / "checkpoints", config.keep)
         self._state = RunState(
             self.checkpoints, config, model, self._update, Schedule(config), self._sums, processes, architecture
@@ -107,22 +105,14 @@ class Trainer:
         """
         return self._state.restore()
 
-    def load_best(self) -> Checkpoint:
-        """Put the weights of the best checkpoint (the last one when none was validated) into the model."""
-        checkpoint = self.checkpoints.open(self.checkpoints.best_or_last())
-        checkpoint.load_into(self.model, self._state.architecture)
-        return checkpoint
-
     def fit(self) -> Result:
         """Train until a budget is spent, patience ends or Ctrl-C, then validate and save; return how it ended.
 
         The first Ctrl-C finishes the step, saves, validates and returns; the second raises KeyboardInterrupt at once.
-        SIGTERM and SIGHUP count as a first Ctrl-C, unless the program handles or ignores them. Raises DivergedError
-        for a loss or gradient that is not finite, OSError when a checkpoint cannot be written, RunLockedError while
-        another process writes to the folder.
+        Raises DivergedError for a loss or gradient that is not finite, OSError when a checkpoint cannot be written,
+        RunLockedError while another process writes to the folder.
         """
         with ExitStack() as stack:
-            stack.enter_context(lost_connections_named())
             self._processes.on_main(lambda: self._lock(stack))
             if self._state.saved_step < 0 and self.checkpoints.paths():  # a run may have ended at step 0
                 raise ValueError(f"folder={self.folder} already holds checkpoints; resume from them or choose another")
@@ -142,7 +132,7 @@ class Trainer:
             reason = self._train()
             self._finish(reason)
             at, checkpoints = self._at, self.checkpoints
-            values = self._state.metrics, checkpoints.best_value(), checkpoints.best(), self._interrupt.signal
+            values = self._state.metrics, checkpoints.best_value(), checkpoints.best()
             return Result(reason, at.step, at.epoch, at.tokens, at.seconds, *values)
 
     def _lock(self, stack: ExitStack) -> None:
@@ -237,9 +227,9 @@ class Trainer:
             share, started = self._at.share, self._clock()
             with gathered(self._update.module):
                 metrics = self._processes.on_main(lambda: check_values(self._scores(share), self.config.metric))
-        except Exception as error:
+        except Exception:
             self._state.metrics = {}
-            if not connection_was_lost(error) and self._state.saved_step != self._at.step:
+            if self._state.saved_step != self._at.step:
                 self._save(None)
             raise
         self._state.metrics = metrics

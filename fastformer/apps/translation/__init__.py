@@ -1,6 +1,5 @@
 """Translation: the model, cached greedy and beam search, the translator, and training runs."""
 
-from fastformer.apps.runs.application import complete_run
 from fastformer.apps.translation.model import TranslationConfig, TranslationModel, corpus_loss, translation_loss
 from fastformer.apps.translation.run import (
     DataConfig,
@@ -24,7 +23,6 @@ __all__ = [
     "Translator",
     "attend",
     "beam_search",
-    "complete_run",
     "corpus_loss",
     "evaluate",
     "greedy_search",

@@ -16,7 +16,6 @@ from fastformer.apps.cli.console import (
     check_output,
     choose_device,
     console,
-    demo_console,
     input_batches,
     put_lines,
 )
@@ -53,7 +52,7 @@ def demo(
     """Train on generated number words, translate held-out numbers and draw an attention map. About a minute."""
     from fastformer.apps.translation.demo import run_demo
 
-    run_demo(run, target, choose_device(device), demo_console())
+    run_demo(run, target, choose_device(device), console)
 
 
 add_training(TranslationRun, "Train a translation model; the commands of `fastformer train` train other models.")

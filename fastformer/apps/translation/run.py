@@ -13,7 +13,6 @@ from numpy.typing import NDArray
 
 from fastformer.apps.runs.application import PRETRAINED, Application
 from fastformer.apps.runs.automatic_settings import CHOSEN, Task
-from fastformer.apps.runs.folder import refuse_by_hand
 from fastformer.apps.runs.run import Run
 from fastformer.apps.settings import SET, File, FolderOrName, Given, Settings, setting
 from fastformer.apps.text import (
@@ -184,7 +183,6 @@ def read_corpora(data: DataConfig) -> dict[Split, ParallelCorpus]:
         corpora = number_corpus(data.target, data.train_size or _NUMBER_PAIRS, data.valid_size, data.test_size)
     else:
         assert data.dataset is not None
-        refuse_by_hand(data.dataset)
         corpora = open_dataset(data.dataset, data.source, data.target, data.train_size)
     return dict(zip(("train", "valid", "test"), corpora, strict=True))
 
@@ -210,12 +208,6 @@ APPLICATION = Application(
     length="max_length",
     vocabularies=("source_vocabulary", "target_vocabulary"),
     tokenizers=("tokenizer/source", "tokenizer/target"),
-    metrics={
-        "loss": "",
-        "perplexity": "",
-        "bleu": "a search: bleu_sentences above 0",
-        "chrf": "a search: bleu_sentences above 0",
-    },
     reading=("max_length",),
     automatic=(*CHOSEN, "encoder_layers", "decoder_layers", "embeddings", "batch_tokens", "schedule"),
     architectures=ARCHITECTURES,

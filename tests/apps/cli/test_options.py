@@ -10,6 +10,7 @@ import json
 import sys
 from collections.abc import Iterator, Mapping
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -18,11 +19,14 @@ pytest.importorskip("typer", reason="the command line needs the extra `apps`")
 
 from fastformer.apps.language import run as language_run
 from fastformer.apps.language.run import LanguageRun
-from fastformer.apps.runs.application import Application, Machine
+from fastformer.apps.runs.application import Application
 from fastformer.apps.runs.run import Run
 from fastformer.apps.settings import unmet
 from fastformer.apps.text import DatasetReport, docstring_corpora, number_corpus, write_lines
 from fastformer.apps.translation.run import TranslationRun
+
+CPU = SimpleNamespace(hardware="a CPU", processes="one process")
+
 
 RUNS: dict[str, type[Run]] = {"translation": TranslationRun, "language": LanguageRun}
 PACKAGE = Path(sys.modules["fastformer"].__file__ or "").parent
@@ -114,7 +118,7 @@ def options(application: Application, stated: Settings) -> Iterator[tuple[str, "
     for section, each in parts.items():
         for item in dataclasses.fields(each):
             if item.name not in application.derived or section != "model":
-                yield section, item, not list(unmet(item, (each, *parts.values(), Machine("cpu"))))
+                yield section, item, not list(unmet(item, (each, *parts.values(), CPU)))
 
 
 @pytest.fixture

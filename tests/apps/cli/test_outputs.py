@@ -9,7 +9,7 @@ import pytest
 
 from fastformer.apps.train import TrainConfig
 from fastformer.apps.translation.run import DataConfig, TranslationRun
-from tests.apps.runs.test_run_lock import ENVIRONMENT, train
+from tests.apps.runs.test_folders import ENVIRONMENT, train
 
 pytestmark = pytest.mark.skipif(os.name != "posix", reason="names and links of posix")
 

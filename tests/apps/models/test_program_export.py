@@ -220,13 +220,3 @@ def test_aot_inductor(name: str, tmp_path: Path, request: pytest.FixtureRequest)
     path = tmp_path / "model.pt2"
     torch._inductor.aoti_compile_and_package(programmed(case, model_of(case)), package_path=str(path))
     assert_same(case, torch._inductor.aoti_load_package(str(path)))
-
-
-@pytest.mark.parametrize("name", ["LanguageModel", "TranslationModel"])
-def test_packed_ids_are_refused(name: str) -> None:
-    """How many tokens each text has is then in no shape."""
-    case = CASES[name]
-    given = {key: x.flatten() for key, x in case.arguments([3, 3, 3]).items()}
-    first = next(iter(given))
-    with pytest.raises(Exception, match=rf"{first} must be padded \[B, length\] for torch.export, not \[9\]"):
-        torch.export.export(model_of(case), (), given)

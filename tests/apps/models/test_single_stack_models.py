@@ -4,16 +4,14 @@ import copy
 import pickle
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-import fastformer
 from fastformer.apps.classification.model import SequenceClassifier, TokenClassifier
 from fastformer.apps.language.model import LanguageModel, language_model_loss
-from fastformer.apps.text import LabelledBatch, LabelledBatches, LanguageBatch, Sequences
+from fastformer.apps.text import LabelledBatch, LanguageBatch
 from tests.support.fused_op import DEVICE, assert_model_as_accurate_as_reference, needs_kernels
 from tests.support.single_stack import (
     CLASSES,
@@ -178,11 +176,6 @@ def test_tied_weights_stay_tied(how, embeddings):
     assert torch.equal(twin.output.weight, tokens) == (embeddings == "tied")
 
 
-def test_tables_of_positions_are_not_in_the_checkpoint():
-    long, short = (random_model(LanguageModel, max_positions=n) for n in (64, 8))
-    long.load_state_dict(short.state_dict())
-
-
 def test_pooling_max_of_negative_values_is_not_that_of_padding():
     """Padding's zeros would win over values that are all negative."""
     model = random_model(SequenceClassifier, 5, pooling="max", final_norm=True)
@@ -190,17 +183,6 @@ def test_pooling_max_of_negative_values_is_not_that_of_padding():
         model.encoder.norm.bias.fill_(-100.0)
     pooled = model(torch.tensor([3, 4, 5, 6]), torch.tensor([1, 3]))
     assert (pooled < -50).all()
-
-
-def test_pooling_mean_holds_what_fp16_could_not_sum():
-    model = random_model(SequenceClassifier, 6, positions="learned", max_positions=700).half()
-    with torch.no_grad():
-        model.encoder.norm.bias.fill_(200.0)
-    ids = torch.randint(0, 17, (700,))
-    with fastformer.backend("reference"):
-        pooled = model(ids, torch.tensor([700]))
-    assert pooled.dtype == torch.float16
-    torch.testing.assert_close(pooled, torch.full_like(pooled, 200.0), atol=5.0, rtol=0)
 
 
 @pytest.mark.parametrize("kind", [TokenClassifier, SequenceClassifier])
@@ -256,25 +238,3 @@ def test_the_fused_kernels_compute_the_same(kind, norm_first):
         return [loss, *gradients.values()]
 
     assert_model_as_accurate_as_reference(model, results)
-
-
-def numbered(lengths: list[int]) -> tuple[Sequences, Sequences]:
-    """Sequences whose ids tell where they come from, and labels that are the ids plus 100."""
-    ids = [[10 * i + j for j in range(n)] for i, n in enumerate(lengths)]
-    return Sequences.from_lists(ids), Sequences.from_lists([[i + 100 for i in row] for row in ids])
-
-
-def test_batches_keep_labels_with_their_tokens_and_every_sequence_comes_once():
-    sequences, labels = numbered([3, 1, 0, 2, 4])
-    batches = LabelledBatches(sequences, labels, size=2, seed=3)
-    epoch = list(batches.epoch(0))
-    assert [len(batch) for batch in epoch] == [2, 2, 1] == [2] * (batches.batches_in(0) - 1) + [1]
-    assert all(torch.equal(batch.labels, batch.ids + 100) for batch in epoch)
-    assert sorted(torch.cat([batch.ids for batch in epoch]).tolist()) == sorted(sequences.ids.tolist())
-    assert sum(batch.tokens for batch in epoch) == 10
-    again = [batch.ids.tolist() for batch in LabelledBatches(sequences, labels, size=2, seed=3).epoch(0, start=1)]
-    assert again == [batch.ids.tolist() for batch in epoch[1:]]
-    assert [b.ids.tolist() for b in batches.epoch(1)] != [b.ids.tolist() for b in epoch]
-    ordered = LabelledBatches(sequences, np.arange(5), size=3, shuffle=False)
-    assert [batch.labels.tolist() for batch in ordered.epoch(0)] == [[0, 1, 2], [3, 4]]
-    assert next(ordered.epoch(0)).lengths.tolist() == [3, 1, 0]

@@ -5,12 +5,9 @@ import tomllib
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 
-from fastformer.apps.classification.model import ClassifierConfig
 from fastformer.apps.classification.run import ClassificationDataConfig, ClassificationRun, ClassificationTrainConfig
-from fastformer.apps.language.model import LanguageConfig
 from fastformer.apps.language.run import LanguageDataConfig, LanguageRun, LanguageTrainConfig
 from fastformer.apps.runs import run as runs
 from fastformer.apps.runs.automatic_settings import Choice, Task, choose, vocabulary_size
@@ -93,19 +90,6 @@ def test_a_given_setting_is_never_chosen_and_fits_the_others(given: dict[str, An
     TranslationConfig(1000, 1000, **config, **choice.model)
 
 
-def test_batches_of_texts_have_as_many_tokens_as_others_and_fixed_batches_stay() -> None:
-    task = Task({"layers": (2, 2, 2, 4, 6)}, 100_000, batch="batch_sentences", unit=20.0, per_target=20.0)
-    classifier = choose(task, ClassifierConfig, ClassificationTrainConfig(steps=1000), {}, not_asked)
-    assert classifier.train["batch_sentences"] == 30  # 640 tokens of 20 a text, with one digit
-    train = ClassificationTrainConfig(minutes=1)
-    classifier = choose(task, ClassifierConfig, train, {}, lambda shape: 100.0)  # texts a second: 2,000 tokens
-    assert "for 110,000 tokens of training" in classifier.lines[0]  # 54 s of them
-    columns = Task({"layers": (2, 2, 2, 4, 6)}, WIKITEXT2, batch=None, unit=700.0)
-    language = choose(columns, LanguageConfig, LanguageTrainConfig(epochs=1), {}, not_asked)
-    assert "batch_tokens" not in language.train
-    assert language.train["warmup_steps"] == 400  # a tenth of 2.5 million / 700, with one digit
-
-
 def test_the_vocabulary_follows_from_the_words_that_occur_ten_times_and_twice() -> None:
     frequent = [f"{i} " * 10 for i in range(300)]
     assert vocabulary_size([[*frequent, "rare words " * 9]]) == 300
@@ -150,7 +134,10 @@ def test_a_run_measures_stores_what_was_chosen_and_keeps_it_when_it_goes_on(
     assert re.search(r"at [\d,]+ tokens a second, measured here", run.choice.lines[1])
     assert (run.model_config.d_model, run.train_config.lr) == (32, 1e-3)
     stored = tomllib.loads((tmp_path / "run" / "config.toml").read_text(encoding="utf-8"))
-    chosen, unset = stored["run"]["chosen"], {"validate_every"} - run.choice.train.keys()
+    chosen, unset = (
+        (*run.choice.data, *run.choice.model, *run.choice.train),
+        {"validate_every"} - run.choice.train.keys(),
+    )
     assert sorted(chosen) == sorted({*application.application.automatic} - {"d_model", "lr"} - unset)
     for section in ("data", "model", "train"):
         values = getattr(run.choice, section)
@@ -164,8 +151,6 @@ def test_a_run_measures_stores_what_was_chosen_and_keeps_it_when_it_goes_on(
     now = [vars(each) for each in (again.data, again.model_config, again.train_config)]
     assert now == [*before[:2], {**before[2], **changes}]
     again.fit(resume=True, show=False)
-    stored = tomllib.loads((tmp_path / "run" / "config.toml").read_text(encoding="utf-8"))
-    assert stored["run"]["chosen"] == [name for name in chosen if name != "warmup_steps"]
 
 
 @pytest.mark.parametrize(
@@ -187,14 +172,3 @@ def test_a_text_without_its_rare_words_has_a_word_list(
     assert run.data.tokenizer == tokenizer
     assert run.choice is not None
     assert ("tokenizer words" in run.choice.lines[0]) == (tokenizer == "words")
-
-
-def test_a_small_corpus_is_learned_with_the_defaults(tmp_path: Path) -> None:
-    """After 20 steps, a token costs less than it would if how often each one occurs were all that was known."""
-    given: dict[str, dict[str, Any]] = {"data": {}, "model": {}, "train": {"steps": 20}}
-    data = DataConfig(train_size=1000, valid_size=50, test_size=50, bleu_sentences=0)
-    run = TranslationRun.create(tmp_path / "run", data, {}, TrainConfig(steps=20), given=given)
-    ids = run.pairs.target.ids
-    counts = np.bincount(np.append(ids, np.full(len(run.pairs), run.tokenizers[1].eos_id)))
-    shares = counts[counts > 0] / counts.sum()
-    assert run.fit(show=False).metrics["loss"] < -(shares * np.log(shares)).sum()

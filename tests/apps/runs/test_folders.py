@@ -1,20 +1,25 @@
 """Commands write only into a new or empty folder, or a run; names read from a folder resolve inside it."""
 
 import json
+import os
 import shutil
 import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 from rich.console import Console
 
 from fastformer.apps.language.run import LanguageDataConfig, LanguageRun
-from fastformer.apps.runs import run as runs
+from fastformer.apps.system.files import append_file, write_file
+from fastformer.apps.system.run_lock import LOCK, RunLockedError, lock_run
 from fastformer.apps.text import prepare
 from fastformer.apps.train import Checkpoint, CheckpointError, CheckpointFolder, TrainConfig
 from fastformer.apps.translation.demo import run_demo
-from tests.apps.runs.test_run_lock import ENVIRONMENT, command, train, words
 from tests.support.command_line import fastformer
+from tests.support.python import variables
 from tests.support.train_task import config, trainer
 
 MODEL = {"d_model": 8, "heads": 1, "layers": 1, "feed_forward": 8}
@@ -67,21 +72,12 @@ def test_a_run_with_checkpoints_is_not_replaced_and_one_without_is(tmp_path: Pat
     assert train(run, text, "--steps", "1").returncode == 0
 
 
-@pytest.mark.parametrize("there", [False, True])
-def test_a_run_that_could_not_be_made_leaves_the_folder_as_it_was(tmp_path, text, monkeypatch, there) -> None:
-    folder = tmp_path / "deep" / "run"
-    if there:
-        folder.mkdir(parents=True)
-
-    def interrupted(path, data):
-        raise KeyboardInterrupt
-
-    with monkeypatch.context() as patch:
-        patch.setattr(runs, "write_file", interrupted)
-        with pytest.raises(KeyboardInterrupt):
-            create(folder, text)
-    assert not list(folder.iterdir()) if there else not (tmp_path / "deep").exists()
-    create(folder, text)
+def test_a_run_that_could_not_be_made_leaves_no_folder(tmp_path: Path) -> None:
+    text = tmp_path / "text"
+    text.write_text("")
+    with pytest.raises(ValueError, match="text: "):
+        create(tmp_path / "deep" / "run", text)
+    assert not (tmp_path / "deep").exists()
 
 
 @pytest.mark.parametrize("name", ["config.toml", "run/config.toml"])
@@ -126,16 +122,6 @@ def test_a_dataset_takes_no_folder_that_holds_something_else(tmp_path: Path, fil
         assert contents(target) == before
 
 
-def test_a_dataset_is_prepared_again_whole_or_half(tmp_path: Path) -> None:
-    origin = europarl(tmp_path / "from")
-    prepare("europarl", origin, tmp_path / "to")
-    before = contents(tmp_path / "to")
-    for content in (before["dataset.json"].decode(), json.dumps({})):
-        write(tmp_path / "to", {"dataset.json": content, "train.en": "half"})
-        prepare("europarl", origin, tmp_path / "to")
-        assert contents(tmp_path / "to") == before
-
-
 @pytest.mark.parametrize("name", ["../outside", "/etc/passwd", "tensors/../../outside"])
 def test_names_of_files_in_a_checkpoint_resolve_inside_it(tmp_path: Path, name: str) -> None:
     trainer(tmp_path / "run", config(steps=5)).fit()
@@ -154,3 +140,97 @@ def test_names_of_files_in_a_checkpoint_resolve_inside_it(tmp_path: Path, name: 
     folder.recover()
     assert [path.name for path in folder.paths()][-1] == checkpoint.name
     assert (checkpoint.parent / "outside").exists()
+
+
+ENVIRONMENT = variables(OMP_NUM_THREADS="1")
+SIZES = ["--d-model", "8", "--heads", "1", "--feed-forward", "8", "--device", "cpu"]
+
+HOLDER = """
+import sys, time
+from pathlib import Path
+from fastformer.apps.system.run_lock import locked
+with locked(Path(sys.argv[1])):
+    print("locked", flush=True)
+    time.sleep(1000)
+"""
+
+
+def words(run, text, *more):
+    given = ["--train-text", str(text), "--valid-text", str(text), "--tokenizer", "words", "--layers", "1", *SIZES]
+    return ["train", "lm", "--run", str(run), *([] if "--resume" in more else given), *more]
+
+
+def command(run, text, *more):
+    return [sys.executable, "-m", "fastformer", *words(run, text, *more)]
+
+
+def train(run, text, *more):
+    return fastformer(*words(run, text, *more), cwd=text.parent)
+
+
+@pytest.fixture
+def holder(tmp_path):
+    """Starts a process that writes to a folder."""
+    started = []
+
+    def start(folder):
+        folder.mkdir(exist_ok=True)
+        process = subprocess.Popen([sys.executable, "-c", HOLDER, folder], stdout=subprocess.PIPE, env=ENVIRONMENT)
+        started.append(process)
+        assert process.stdout.readline() == b"locked\n"
+        return process
+
+    yield start
+    for process in started:
+        process.kill()
+        process.wait()
+        process.stdout.close()
+
+
+def test_a_second_writer_is_refused_by_name_and_a_killed_one_is_followed(tmp_path, text, holder):
+    run = tmp_path / "run"
+    assert train(run, text, "--steps", "2").returncode == 0
+    files = [path for path in run.rglob("*") if path.is_file() and path.name != LOCK]
+    before = {path: path.read_bytes() for path in files}
+    process = holder(run)
+    name = rf"run is being written by process {process.pid} on \S+ since 20"
+    for _ in range(2):  # the first refusal does not remove the name
+        with pytest.raises(RunLockedError, match=name):
+            trainer(run, config()).fit()
+        with pytest.raises(RunLockedError, match=name):
+            trainer(run, config()).resume()
+    refused = train(run, text, "--resume", "--steps", "4")
+    assert (refused.returncode, f"process {process.pid} on" in refused.stderr) == (2, True)
+    assert before == {path: path.read_bytes() for path in before}
+    process.kill()
+    process.wait()
+    assert train(run, text, "--resume", "--steps", "4").returncode == 0
+
+
+@contextmanager
+def largest_file(size: int) -> Iterator[None]:
+    resource = pytest.importorskip("resource", reason="needs a limit of a file's size")
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+WRITES: dict[str, Callable[[Path], object]] = {
+    "replaced": lambda path: write_file(path, b"x" * 99),
+    "appended": lambda path: append_file(path, b"x" * 99),
+    LOCK: lambda path: lock_run(path.parent).release(),
+}
+
+
+@pytest.mark.parametrize("name", WRITES)
+def test_the_error_names_the_file_whose_content_stays(name: str, tmp_path: Path) -> None:
+    before = b"old" * (name == "replaced")
+    (tmp_path / name).write_bytes(before)
+    with largest_file(0), pytest.raises(OSError, match="File too large") as caught:
+        WRITES[name](tmp_path / name)
+    assert caught.value.filename == os.fspath(tmp_path / name)
+    assert [(path.name, path.read_bytes()) for path in tmp_path.iterdir()] == [(name, before)]
+    WRITES[name](tmp_path / name)

@@ -1,6 +1,5 @@
 """What two processes do in the tests of distributed training; every process leaves what it saw as a JSON file."""
 
-import itertools
 import json
 import signal
 import time
@@ -13,9 +12,13 @@ import torch
 import torch.distributed
 from torch import Tensor, nn
 
+from fastformer.apps.language.model import LanguageModel, language_model_loss
 from fastformer.apps.text.batch import share_of
-from fastformer.apps.train import ProcessError, Trainer, write_weights
-from tests.support.train_task import Overflow, Rows, Source, network, summed_loss, trainer
+from fastformer.apps.train import ProcessError, Processes, Trainer
+from fastformer.apps.train.update import Update
+from fastformer.apps.translation.model import TranslationModel, translation_loss
+from tests.support import language_task, translation_task
+from tests.support.train_task import Rows, Source, network, summed_loss, trainer
 from tests.support.train_task import config as train_config
 
 WORLD = 2
@@ -111,14 +114,6 @@ def dropout(rank: int, folder: Path) -> Any:
     return {"drawn": first, "reason": ended.reason, "step": ended.step}
 
 
-def minutes(rank: int, folder: Path) -> Any:
-    """The clock of the second process runs five times as fast, and nobody asks it."""
-    changes = {"steps": None, "minutes": 1.0, "schedule": "linear", "warmup_steps": 0}
-    clock = itertools.count(0.0, 5.0 if rank else 1.0).__next__
-    ended = double_trainer(folder / "minutes", clock=clock, **changes).fit()
-    return {"reason": ended.reason, "step": ended.step}
-
-
 def plateau(rank: int, folder: Path) -> Any:
     """Only the first process validates, and its losses set everybody's learning rate; only it writes."""
     called = []
@@ -164,45 +159,9 @@ def sharded(rank: int, folder: Path) -> Any:
     with mock.patch.object(torch.distributed, name, wraps=getattr(torch.distributed, name)) as scatter:
         made.fit()
     resume(double_trainer(folder / "fsdp-parts", parallel="fsdp", steps=13, seed=50 + rank, average=2)).fit()
-    fp16 = double_trainer(folder / "fp16", parallel="fsdp", precision="fp16", loss=overflowing(rank), clip_norm=0.0)
-    fp16.fit()
-    full = double_trainer(folder / "full", parallel="fsdp", steps=8)
-    said = None
-    with mock.patch("fastformer.apps.train.checkpoint.write_weights", failing_write(3)):  # interim, step 4, step 8
-        try:
-            full.fit()
-        except (OSError, ProcessError) as error:
-            said = [type(error).__name__, str(error), [path.name for path in full.checkpoints.paths()]]
     held = sum(p.to_local().numel() for p in made.model.parameters())
     whole = sum(p.numel() for p in made.model.parameters())
-    return {"held": held, "all": whole, "exchanges": scatter.call_count, "full": said}
-
-
-def failing_write(number: int) -> Callable[..., None]:
-    """A `write_weights` whose n-th checkpoint meets a full disk; each has two files."""
-    files = 0
-
-    def write(path: Path, weights: Any) -> None:
-        nonlocal files
-        files += 1
-        if files == 2 * number:
-            raise OSError(28, "No space left on device")
-        write_weights(path, weights)
-
-    return write
-
-
-def overflowing(rank: int) -> Callable[[nn.Module, Rows], Tensor]:
-    """A loss whose gradient overflows, in the third step and in the second process only."""
-    calls = 0
-
-    def loss(model: nn.Module, batch: Rows) -> Tensor:
-        nonlocal calls
-        calls += 1
-        value = summed(model, batch)
-        return value + Overflow.apply(value) if calls == 5 and rank else value
-
-    return loss
+    return {"held": held, "all": whole, "exchanges": scatter.call_count}
 
 
 def language(rank: int, folder: Path, parallel: str = "fsdp", name: str | None = None, **settings: Any) -> Any:
@@ -221,24 +180,90 @@ def language(rank: int, folder: Path, parallel: str = "fsdp", name: str | None =
     return {"obstacle": model.decoder.obstacle()}
 
 
-def compiled(rank: int, folder: Path) -> Any:
-    """With a compiled model whose activations are recomputed; how often it was compiled."""
-    from torch._dynamo.utils import clear_compilation_metrics, get_compilation_metrics
+LAYERS = 3
+COUNTS = [3, 1, 2, 1, 4]  # sentences of batches; of one, a process has none
 
-    counts = {}
-    for parallel in ("ddp", "fsdp"):
-        torch._dynamo.reset()  # or the graphs of one would serve the other
-        clear_compilation_metrics()
-        changes = {"compile": "eager", "checkpoint_activations": True}
-        language(rank, folder, parallel, f"compiled-{parallel}", **changes)
-        counts[parallel] = len([each for each in get_compilation_metrics() if each.is_forward])
-    return counts
+
+def language_model(**changes: Any) -> LanguageModel:
+    torch.manual_seed(1)
+    return LanguageModel(language_task.config(layers=LAYERS, **changes))
+
+
+def modern_model() -> LanguageModel:
+    """With parameters of its own in attention: grouped heads, norms, sinks and a bias of distances."""
+    options = {"norm": "rms", "activation": "swiglu", "d_model": 16, "heads": 4, "kv_heads": 2, "qk_norm": True}
+    return language_model(positions="relative", sinks=True, **options)
+
+
+def translation_model() -> TranslationModel:
+    torch.manual_seed(1)
+    return TranslationModel(translation_task.config(norm_first=False, embeddings="shared"))
+
+
+def lengths(index: int) -> list[int]:
+    return [2 + (3 * index + i) % 5 for i in range(COUNTS[index % len(COUNTS)])]
+
+
+def language_batch(index: int) -> Any:
+    return language_task.random_batch(lengths(index), index)
+
+
+def translation_batch(index: int) -> Any:
+    return translation_task.random_batch([(n, n % 4 + 1) for n in lengths(index)], index)
+
+
+FAMILIES: dict[str, tuple[Callable[[], Any], Callable[..., Tensor], Callable[[int], Any]]] = {
+    "modern language": (modern_model, language_model_loss, language_batch),
+    "translation": (translation_model, translation_loss, translation_batch),
+}
+
+
+def precise(rank: int, folder: Path) -> Any:
+    """Gradients of a step in bf16, for the test to compare."""
+    for name, (make, loss, batch) in FAMILIES.items():
+        model = make()
+        update = Update(model, loss, train_config(precision="bf16", parallel="fsdp"), Processes.current())
+        total, norm, _ = update.gradients([batch(0), batch(1)])
+        grads = {key: p.grad.full_tensor() for key, p in model.named_parameters()}
+        dtypes = {str(p.dtype) for p in model.parameters()} | {str(p.grad.dtype) for p in model.parameters()}
+        if rank == 0:
+            torch.save({"loss": total, "norm": norm, "grads": grads, "dtypes": dtypes}, folder / f"{name}.pt")
+    return None
+
+
+@torch.no_grad()
+def decoded(model: LanguageModel) -> float:
+    """What a decoder says, token by token."""
+    cache, total = model.decoder.new_cache(rows=1), 0.0
+    for position in range(3):
+        ids = torch.full((1, 1), 5 + position)
+        x = model.embedding(ids, torch.full_like(ids, position), position + 1)
+        total += float(model.decoder.step(x, cache).abs().sum())
+    return total
+
+
+def caches(rank: int, folder: Path) -> Any:
+    """Decoding with a cache needs gathered layers."""
+    from torch.distributed.fsdp import fully_shard
+
+    model = language_model().double()
+    plain = decoded(model)
+    layers: Any = model.decoder.layers
+    for layer in layers:
+        fully_shard(layer)
+    message = None
+    try:
+        decoded(model)
+    except RuntimeError as error:
+        message = str(error)
+    for layer in layers:
+        layer.unshard()
+    return {"plain": plain, "gathered": decoded(model), "message": message}
 
 
 SCENARIOS: dict[str, tuple[Callable[[int, Path], Any], ...]] = {
-    "ddp": (whole, resumed, dropout, minutes, plateau, failing),
-    "fsdp": (sharded, language),
-    "compiled": (compiled,),
+    "ddp": (whole, resumed, dropout, plateau, failing),
+    "fsdp": (sharded, language, precise, caches),
 }
 
 

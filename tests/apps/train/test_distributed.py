@@ -1,6 +1,11 @@
 """Two processes under DistributedDataParallel, each with other padding, against one process that sees both batches."""
 
+import os
+import socket
+import subprocess
+import sys
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 import torch
@@ -63,3 +68,73 @@ def test_two_processes_are_one(tmp_path):
     for key, expected in trained(lambda model: model, mean).items():
         assert_close(found[key], expected, roundings=1e3)
     assert any(not torch.equal(found[key], start[key]) for key in found)
+
+
+ROOT = Path(__file__).parents[3]
+
+# In process 0, gloo is the last to hold a tensor, and takes half a second to let it go.
+HELD = """
+import sys, time, weakref
+import torch
+import torch.distributed as dist
+from fastformer.apps.train import join_processes, processes as module
+
+def hold(processes):
+    x = torch.ones(3)
+    if processes.rank == 0:
+        weakref.finalize(x, time.sleep, 0.5).atexit = False
+    else:
+        time.sleep(0.3)
+    work = dist.all_reduce(x, group=processes.control, async_op=True)
+    if processes.rank == 1:
+        work.wait()
+        time.sleep(0.5)
+    del x, work
+    time.sleep(0.4)
+"""
+COMMAND = """
+import typer
+from fastformer.apps.cli import app, main
+
+@app.command("hold")
+def command(code: int) -> None:
+    with join_processes() as processes:
+        hold(processes)
+        print("held", processes.rank)
+    if code:
+        raise typer.Exit(code)
+
+main()
+"""
+
+
+def free_port() -> int:
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        return int(free.getsockname()[1])
+
+
+def ends(program: str, *arguments: str) -> list[tuple[int, str, str]]:
+    """Exit codes and what two processes wrote."""
+    port = free_port()
+    known = {"WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": str(port), "OMP_NUM_THREADS": "1"}
+    paths = {"PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'kernels'}"}
+    started = [
+        subprocess.Popen(
+            [sys.executable, "-c", program, *arguments],
+            env={**os.environ, **known, **paths, "RANK": str(rank), "LOCAL_RANK": str(rank)},
+            stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+        )
+        for rank in range(2)
+    ]  # fmt: skip
+    try:
+        said = [process.communicate(timeout=120) for process in started]
+        return [(process.returncode, *both) for process, both in zip(started, said, strict=True)]
+    finally:
+        for process in started:
+            process.kill()
+
+
+@pytest.mark.slow  # processes that import torch
+def test_a_command_ends_with_its_own_exit_code():
+    assert ends(HELD + COMMAND, "hold", "3") == [(3, "held 0\n", ""), (3, "held 1\n", "")]

@@ -4,7 +4,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from torch import nn
 from torch._dynamo.utils import clear_compilation_metrics, get_compilation_metrics
 
 from fastformer.apps.language.model import LanguageModel, language_model_loss
@@ -12,7 +11,6 @@ from fastformer.apps.train import TrainConfig, Trainer, read_metrics
 from fastformer.apps.train.config import check_machine
 from fastformer.apps.translation.model import TranslationModel, translation_loss
 from fastformer.apps.translation.run import DataConfig, TranslationRun
-from fastformer.nn.stacks import TransformerDecoder, TransformerEncoder
 from tests.support import language_task, train_task, translation_task
 
 STEPS = {"steps": 6, "lr": 0.01, "warmup_steps": 2, "log_every": 1, "validate_every": 3, "batch_tokens": 64}
@@ -72,37 +70,6 @@ def test_recomputed_activations_give_the_same_bits(kind, precision, tmp_path):
         assert torch.equal(runs[True].model.state_dict()[name], tensor), name
 
 
-def kept_for_backward(model: nn.Module, loss, batch) -> int:
-    """Numbers in the storages that autograd keeps, parameters left out."""
-    known, kept = {p.data_ptr() for p in model.parameters()}, {}
-
-    def pack(x):
-        if x.data_ptr() not in known:
-            kept[x.untyped_storage().data_ptr()] = x.untyped_storage().nbytes() // 4, x
-        return x
-
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
-        total = loss(model, batch)
-    total.backward()
-    return sum(size for size, _ in kept.values())
-
-
-@pytest.mark.parametrize(("kind", "name"), [("language", "layers"), ("translation", "encoder_layers")])
-def test_each_layer_keeps_its_input_and_no_more(kind, name):
-    network, task, loss, batch = KINDS[kind]
-    counts = {}
-    for again in (False, True):
-        for layers in (2, 6):
-            model = network(task.config(dropout=0.1, **{name: layers}))
-            for stack in model.modules():
-                if isinstance(stack, TransformerEncoder | TransformerDecoder):
-                    stack.checkpoint_activations = again
-            counts[again, layers] = kept_for_backward(model, loss, batch([40, 24]))
-    tokens = 64 if kind == "language" else 64 + 2  # 2 of eos
-    assert counts[True, 6] - counts[True, 2] == 4 * tokens * 12
-    assert counts[False, 6] - counts[False, 2] > 8 * (counts[True, 6] - counts[True, 2])
-
-
 @pytest.mark.parametrize(
     ("kind", "backend", "again"),
     [("translation", "eager", True), pytest.param("language", "aot_eager", False, marks=pytest.mark.long)],
@@ -124,18 +91,16 @@ def test_a_compiled_run_is_the_run(kind, backend, again, tmp_path):
     assert losses(tmp_path / backend) == pytest.approx(losses(tmp_path / "plain"), abs=1e-11)
 
 
-@pytest.mark.parametrize(("after", "dropout"), [("eager", 0.3), (None, 0.0)])
 @pytest.mark.slow
-def test_a_compiled_run_resumes_with_and_without_the_compiler(after, dropout, tmp_path):
-    """With the bits of a whole run where both are compiled; without, dropout would draw other numbers."""
-    changes = {"dropout": dropout, "double": True, "optimizer": "sgd"}
-    trainer("language", tmp_path / "whole", compile=after, **changes).fit()
+def test_a_compiled_run_resumes_without_the_compiler(tmp_path):
+    """Without dropout, for which the compiler draws other numbers."""
+    changes = {"double": True, "optimizer": "sgd"}
+    trainer("language", tmp_path / "whole", **changes).fit()
     trainer("language", tmp_path / "parts", compile="eager", steps=3, **changes).fit()
-    rest = trainer("language", tmp_path / "parts", compile=after, **changes)
+    rest = trainer("language", tmp_path / "parts", **changes)
     rest.resume()
     rest.fit()
-    expected = losses(tmp_path / "whole")
-    assert losses(tmp_path / "parts") == (pytest.approx(expected, abs=1e-11) if after is None else expected)
+    assert losses(tmp_path / "parts") == pytest.approx(losses(tmp_path / "whole"), abs=1e-11)
 
 
 def test_what_does_not_go_together_is_refused_by_name(tmp_path, monkeypatch):

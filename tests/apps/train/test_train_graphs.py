@@ -6,19 +6,29 @@ What repeats them here is `recorded_steps.TapeRecorder`, on a CPU; on a GPU: tes
 import copy
 import functools
 import warnings
+from dataclasses import dataclass
 
 import numpy as np
 import pytest
 import torch
 
-from fastformer.apps.text import Batches, EncodedPairs, LanguageBatch, Sequences
+from fastformer.apps.language.model import language_model_loss
+from fastformer.apps.text import (
+    Batches,
+    EncodedPairs,
+    LabelledBatch,
+    LanguageBatch,
+    Sequences,
+)
 from fastformer.apps.train import TrainConfig, Trainer, graphs, read_metrics
 from fastformer.apps.train.config import check_machine
+from fastformer.apps.train.fixed_batch import FixedBatch, shape_of
 from fastformer.apps.train.graphs import GraphedUpdate, new_update
 from fastformer.apps.train.processes import Processes
 from fastformer.apps.train.update import Update
 from fastformer.apps.translation.model import translation_loss
-from tests.support.recorded_steps import TapeRecorder, taped
+from tests.support import language_task
+from tests.support.recorded_steps import read_nothing, taped
 from tests.support.translation_task import IDS, random_batch, random_model
 
 LOSS = functools.partial(translation_loss, label_smoothing=0.1)
@@ -28,14 +38,6 @@ ALONE = Processes.current()
 @pytest.fixture
 def tape(monkeypatch):
     return taped(monkeypatch, graphs)
-
-
-class Eager(TapeRecorder):
-    """Captures nothing, so that each step is the first: eager, on batches of fixed shapes."""
-
-    def capture(self, step):
-        step()
-        return None
 
 
 def settings(**changes):
@@ -73,7 +75,7 @@ def updates(tape, config, loss=LOSS, model=None, **changes):
     """An eager update and a graphed one, of equal models."""
     model = (random_model(1, **changes).double() if model is None else model).train()
     other = copy.deepcopy(model)
-    return Update(model, loss, config, ALONE), GraphedUpdate(other, loss, config, ALONE, tape, None), model, other
+    return Update(model, loss, config, ALONE), GraphedUpdate(other, loss, config, ALONE, tape), model, other
 
 
 @pytest.mark.slow
@@ -100,33 +102,6 @@ def test_steps_are_the_eager_ones(tape, changes):
     states = [update.optimizer.state_dict()["param_groups"] for update in (eager, graphed)]
     assert states[0] == states[1]
     assert all(type(group["lr"]) is float for group in states[1])
-
-
-def test_one_shape_of_batches_is_run_then_captured_and_repeated_from_then_on(tape):
-    _, graphed, _, _ = updates(tape, settings())
-    batch = batches(1)
-    seen = []
-    for _ in range(5):
-        train(graphed, [batch])
-        seen.append((tape.warmed_up, tape.captured, tape.replayed))
-    assert seen == [(3, 0, 0), (3, 3, 3), (3, 3, 6), (3, 3, 9), (3, 3, 12)]
-
-
-def test_dropout_draws_anew_at_each_repetition(tape):
-    """And as often as an eager step, so that what is drawn after it is the same."""
-    _, graphed, _, _ = updates(tape, settings(), dropout=0.3)
-    eager = GraphedUpdate(random_model(1, dropout=0.3).double().train(), LOSS, settings(), ALONE, Eager(), None)
-    eager._run = lambda name, step: step()
-    groups = [batches(1)] * 8
-    results = []
-    for update in (graphed, eager):
-        torch.manual_seed(5)
-        results.append((train(update, groups, rates=[1e-9] * 8), torch.rand(1)))
-    (found, after), (expected, expected_after) = results
-    torch.testing.assert_close(found, expected, rtol=1e-9, atol=0)
-    assert after == expected_after
-    assert len(set(found[:, 0].tolist())) == 8
-    assert tape.replayed > 12
 
 
 @pytest.mark.parametrize("broken", ["backward", "norm", "step"])
@@ -185,53 +160,6 @@ def test_graphs_are_captured_anew_after_a_change_that_they_cannot_see(tape, chan
     assert tape.captured == 6  # the tape would find what is new, a graph would not
 
 
-class Late(torch.nn.Module):
-    """A part that only long batches use."""
-
-    def __init__(self):
-        super().__init__()
-        self.first, self.second = torch.nn.Linear(1, 1), torch.nn.Linear(1, 1)
-
-    def forward(self, ids):
-        x = self.first(ids[:, None].double())
-        return self.second(x) if len(ids) > 16 else x
-
-
-def test_a_parameter_whose_first_gradient_comes_late(tape):
-    """Until then it is left alone, weight decay included; then norm and optimizer are captured anew.
-
-    From then on it has a gradient of zero where it is not used, as with `zero_grad(set_to_none=False)`.
-    """
-    torch.manual_seed(0)
-    loss = lambda model, batch: (model(batch.ids_in) * batch.ids_out.clamp(min=0)[:, None]).sum()  # noqa: E731
-
-    def batch(length):
-        return LanguageBatch(*torch.arange(2 * length).view(2, length), torch.tensor([length]))
-
-    eager, graphed, model, other = updates(tape, settings(weight_decay=0.5, accumulate=2), loss, Late().double())
-    eager.optimizer.zero_grad = functools.partial(eager.optimizer.zero_grad, set_to_none=False)
-    groups = [[batch(16), batch(16)]] * 4 + [[batch(32), batch(16)]] + [[batch(16), batch(16)], [batch(32)]] * 3
-    for group in groups:
-        torch.testing.assert_close(train(graphed, [group]), train(eager, [group]), rtol=1e-6, atol=0)
-        assert_same_parameters(model, other)
-        assert (other.second.weight.grad is None) == (model.second.weight.grad is None)
-
-
-def test_a_table_of_positions_that_is_replaced_is_still_read(tape):
-    """Validation on long sentences replaces it; what a graph reads must not be freed."""
-    eager, graphed, model, other = updates(tape, settings())
-    batch = batches(1)
-    for update, net in ((eager, model), (graphed, other)):
-        train(update, [batch] * 4)
-        old = net.source_embedding.table
-        net.source_embedding.encodings(1000)
-        assert net.source_embedding.table is not old
-        if update is graphed:  # the tape would keep it anyway
-            assert any(x is old for _, kept in graphed._recorded.values() for x in kept)
-        train(update, [batch] * 4)
-    assert_same_parameters(model, other)
-
-
 def trainer(folder, **changes):
     given = {"steps": 12, "lr": 0.01, "warmup_steps": 4, "log_every": 1, "validate_every": 4, "batch_tokens": 64}
     model = random_model(1, positions="learned", max_positions=9).double()  # no sentence may be taken for a longer one
@@ -274,3 +202,76 @@ def test_graphs_are_for_one_process_on_a_device_that_has_them(tape, monkeypatch)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         assert type(new_update(random_model(), LOSS, config, Processes())) is Update
+
+
+CPU = torch.device("cpu")
+PAIRS = {
+    "targets longer": [(2, 30), (4, 8), (1, 1)],
+    "sources longer": [(70, 2), (1, 3), (20, 1)],
+    "exactly full": [(15, 31)],
+    "many": [(k % 9 + 1, k % 7 + 1) for k in range(40)],
+}
+
+
+def fixed(batch, longest=None):
+    memory = FixedBatch(batch, shape_of(batch, longest), CPU)
+    memory.load(batch)
+    return memory.batch()
+
+
+def loss_and_gradients(loss, model, batch):
+    model.zero_grad()
+    value = loss(model, batch)
+    value.backward()
+    return [value.detach(), *(p.grad for p in model.parameters())]
+
+
+def assert_equal(loss, model, batch, other):
+    expected = [x.clone() for x in loss_and_gradients(loss, model, batch)]
+    for x, y in zip(loss_and_gradients(loss, model, other), expected, strict=True):
+        torch.testing.assert_close(x, y, rtol=1e-10, atol=1e-10)
+
+
+@dataclass(frozen=True)
+class Weighted(LanguageBatch):
+    """With a field that no side has, which a graph would take for that of the first batch."""
+
+    weight: float
+
+
+@pytest.fixture(autouse=True)
+def unread(monkeypatch):
+    """The targets of padding are no classes, and nothing looks at values, as on a GPU."""
+    read_nothing(monkeypatch)
+
+
+def smoothed(model, batch):
+    return translation_loss(model, batch, 0.1).double()
+
+
+@pytest.mark.parametrize("positions", ["sinusoidal", "learned"])
+@pytest.mark.parametrize("lengths", PAIRS.values(), ids=PAIRS)
+def test_loss_and_gradients_of_pairs(lengths, positions):
+    batch = random_batch(lengths)
+    longest = int(max(batch.source_lengths.max(), batch.target_lengths.max()))
+    model = random_model(2, positions=positions, max_positions=longest, embeddings="separate").double()
+    assert_equal(smoothed, model, batch, fixed(batch, longest))
+
+
+@pytest.mark.parametrize("lengths", [[16], [0, 3, 0], [130, 2]], ids=str)
+def test_loss_and_gradients_of_documents(lengths):
+    batch = language_task.random_batch(lengths)
+    assert_equal(language_model_loss, language_task.random_model().double(), batch, fixed(batch))
+
+
+@pytest.mark.parametrize(
+    ("batch", "what"),
+    [
+        (random_batch([(1, 2), (3, 1)], packed=False), "Batch with padded ids"),
+        (LabelledBatch(*torch.ones(2, 3, dtype=torch.int64), torch.tensor([3])), "LabelledBatch"),
+        (Weighted(*torch.ones(2, 3, dtype=torch.int64), torch.tensor([3]), 2.0), "Weighted"),
+    ],
+)
+def test_batches_that_do_not_fit_are_named(batch, what):
+    with pytest.raises(TypeError, match=f"cuda_graphs=True needs batches of packed ids .*; not {what}$"):
+        shape_of(batch)

@@ -1,13 +1,27 @@
 """A resumed run equals the run that was never interrupted, bit for bit: weights, state, generators and records."""
 
-import shutil
+import os
+import random
+import signal
+import threading
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
-from fastformer.apps.train import Checkpoint, CheckpointError, CheckpointFolder, Result, TrainConfig, read_metrics
+from fastformer.apps.train import (
+    Checkpoint,
+    CheckpointError,
+    CheckpointFolder,
+    Result,
+    TrainConfig,
+    read_metrics,
+    seed_everything,
+)
+from fastformer.apps.train.interrupt import Interrupt
+from tests.support.python import python
 from tests.support.train_task import Source, config, network, summed_loss, trainer
 
 TIMES = ("seconds", "tokens_per_second")
@@ -43,20 +57,23 @@ def assert_equal(one: Any, other: Any, path: str = "") -> None:
         assert one == other, path
 
 
-def stop_after(steps: int) -> Any:
-    """A loss that presses Ctrl-C in the step after `steps` steps; the run ends when that step is done."""
-    import signal
+def noisy_loss(model: Any, batch: Any) -> torch.Tensor:
+    """A loss that draws from Python's and NumPy's generators; dropout draws from torch's."""
+    return summed_loss(model, batch) * (1 + 0.1 * random.random() + 0.1 * np.random.random())
 
+
+def stop_after(steps: int, loss: Any = summed_loss) -> Any:
+    """A loss that presses Ctrl-C in the step after `steps` steps; the run ends when that step is done."""
     calls = 0
 
-    def loss(model: Any, batch: Any) -> torch.Tensor:
+    def stopping(model: Any, batch: Any) -> torch.Tensor:
         nonlocal calls
         calls += 1
         if calls == steps:
             signal.raise_signal(signal.SIGINT)
-        return summed_loss(model, batch)
+        return loss(model, batch)
 
-    return loss
+    return stopping
 
 
 @pytest.fixture(
@@ -74,18 +91,18 @@ def stop_after(steps: int) -> Any:
 def uninterrupted(request, tmp_path_factory) -> tuple[TrainConfig, Path, Result]:
     """Settings, the folder of a run, and how it ended."""
     settings, folder = config(**request.param), tmp_path_factory.mktemp("whole")
-    return settings, folder, trainer(folder, settings).fit()
+    return settings, folder, trainer(folder, settings, loss=noisy_loss).fit()
 
 
 # Epochs have 7 batches; validations are at steps 5, 10, … or after epochs; records at even steps.
 @pytest.mark.parametrize("stop", [1, 5, 7, 8, 13])
 def test_a_run_interrupted_anywhere_and_resumed_equals_the_uninterrupted_one(tmp_path, uninterrupted, stop):
     settings, folder, whole = uninterrupted
-    first = trainer(tmp_path / "parts", settings, loss=stop_after(stop)).fit()
+    first = trainer(tmp_path / "parts", settings, loss=stop_after(stop, noisy_loss)).fit()
     assert (first.reason, first.step) == ("interrupted", stop)
 
-    torch.manual_seed(99)  # nothing may depend on what the new process drew before
-    again = trainer(tmp_path / "parts", settings, model=network(seed=77))
+    seed_everything(99)  # nothing may depend on what the new process drew before
+    again = trainer(tmp_path / "parts", settings, loss=noisy_loss, model=network(seed=77))
     assert again.resume().step == stop
     rest = again.fit()
     assert (rest.reason, rest.step, rest.epoch, rest.tokens) == (whole.reason, whole.step, whole.epoch, whole.tokens)
@@ -148,23 +165,6 @@ def test_a_longer_budget_goes_on_as_if_it_had_been_the_budget_from_the_start(tmp
     assert asked == [(1, 1), (2, 0)]
 
 
-def test_a_run_whose_damaged_checkpoints_are_removed_goes_on_from_the_good_one(tmp_path):
-    settings = config(steps=15)
-    trainer(tmp_path / "whole", settings).fit()
-    trainer(tmp_path / "parts", settings).fit()
-    for name in ("step-10", "step-15"):
-        (tmp_path / "parts" / "checkpoints" / name / "state.json").write_bytes(b"damaged")
-    again = trainer(tmp_path / "parts", settings, model=network(seed=77))
-    with pytest.raises(CheckpointError, match=r"state.json: is damaged.*, .*step-5, remove those after it$"):
-        again.resume()
-    for name in ("step-10", "step-15"):
-        shutil.rmtree(tmp_path / "parts" / "checkpoints" / name)
-    assert again.resume().step == 5
-    again.fit()
-    assert_equal(final(tmp_path / "parts", 15), final(tmp_path / "whole", 15))
-    assert records(tmp_path / "parts") == records(tmp_path / "whole")
-
-
 def test_values_of_the_new_configuration_hold_after_resuming(tmp_path):
     trainer(tmp_path, config(steps=5, weight_decay=0.1)).fit()
     again = trainer(tmp_path, config(steps=6, weight_decay=0.0, lr=0.5, schedule="inverse_sqrt"))
@@ -184,3 +184,78 @@ def test_another_optimiser_or_architecture_and_a_run_in_the_folder_are_refused_i
     with pytest.raises(ValueError, match="already holds checkpoints"):
         trainer(tmp_path, config(steps=5)).fit()
     assert CheckpointFolder(tmp_path / "checkpoints").open().step == 5
+
+
+# A process of its own, because it forks: its children train, and are killed at moments drawn by the clock.
+SCRIPT = """
+import os, random, shutil, signal, sys, time
+from pathlib import Path
+
+import torch
+from tests.apps.train.test_train_resume import assert_equal, final, records
+from tests.support.train_task import config, network, trainer
+
+from fastformer.apps.train import CheckpointFolder
+
+STEPS = 20
+torch.set_num_threads(1)
+root, kills = Path(sys.argv[1]), int(sys.argv[2])
+settings = config(steps=STEPS, validate_every=3, schedule="cosine")
+seconds = []
+for name in ("cold", "whole"):
+    started = time.monotonic()
+    trainer(root / name, settings).fit()
+    seconds.append(time.monotonic() - started)
+random.seed(1)
+killed = rounds = resumed_late = 0
+while killed < kills:
+    folder = root / f"parts-{rounds}"
+    while True:
+        child = os.fork()
+        if child == 0:
+            begun = bool(CheckpointFolder(folder / "checkpoints").paths())
+            run = trainer(folder, settings, model=network(seed=77) if begun else network())
+            if begun:
+                run.resume()
+            run.fit()
+            os._exit(0)
+        time.sleep(random.uniform(0.0, seconds[1]))
+        os.kill(child, signal.SIGKILL)
+        if os.waitpid(child, 0)[1] == 0:  # it was done before
+            break
+        killed += 1
+        resumed_late += bool(CheckpointFolder(folder / "checkpoints").paths())
+    assert_equal(final(folder, STEPS), final(root / "whole", STEPS))
+    assert records(folder) == records(root / "whole")
+    shutil.rmtree(folder)
+    rounds += 1
+assert resumed_late > kills // 3, (resumed_late, killed)
+print("passed", killed, rounds, resumed_late)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork and SIGKILL")
+@pytest.mark.parametrize("kills", [20, pytest.param(50, marks=pytest.mark.long)])
+def test_killed_runs_end_as_the_run_that_was_not_killed(tmp_path, kills):
+    run = python("-c", SCRIPT, tmp_path, str(kills), OMP_NUM_THREADS="1")
+    assert run.stdout.startswith("passed"), run.stdout + run.stderr
+
+
+def test_ctrl_c_saves_validates_and_puts_the_handler_back_and_other_threads_do_without(tmp_path, capsys):
+    before = signal.getsignal(signal.SIGINT)
+    ended = trainer(tmp_path / "a", config(), loss=stop_after(2), show=True).fit()
+    assert (ended.reason, ended.step, ended.best.name) == ("interrupted", 2, "step-2")
+    assert "press Ctrl-C again to stop at once" in capsys.readouterr().err
+    assert signal.getsignal(signal.SIGINT) is before
+    with Interrupt(lambda: None) as interrupt:
+        signal.raise_signal(signal.SIGINT)
+        assert interrupt.requested
+        with pytest.raises(KeyboardInterrupt):
+            signal.raise_signal(signal.SIGINT)
+    assert signal.getsignal(signal.SIGINT) is before
+    results: list[Any] = []
+    thread = threading.Thread(target=lambda: results.append(trainer(tmp_path / "b", config(steps=2)).fit()))
+    thread.start()
+    thread.join()
+    assert results[0].step == 2

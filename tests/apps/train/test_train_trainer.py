@@ -4,15 +4,24 @@ import errno
 import io
 import math
 import os
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
-from fastformer.apps.train import CheckpointFolder, DivergedError, read_metrics
+from fastformer.apps.train import (
+    Checkpoint,
+    CheckpointFolder,
+    DivergedError,
+    Schedule,
+    TrainConfig,
+    find_checkpoint,
+    read_metrics,
+)
 from fastformer.apps.train.progress import Progress
-from tests.support.train_task import Clock, Rows, Source, config, network, summed_loss, trainer, validate
+from tests.support.train_task import Clock, Overflow, Rows, Source, config, network, summed_loss, trainer, validate
 
 
 class Merged:
@@ -129,7 +138,9 @@ def test_early_stopping_keeps_the_best_weights_restorable(tmp_path):
     assert (result.reason, result.step) == ("patience", 20)
     assert (result.best_value, result.best) == (2.0, tmp_path / "checkpoints" / "step-10")
     last = model[0].weight.detach().clone()
-    assert run.load_best().step == 10
+    best = Checkpoint.open(find_checkpoint(tmp_path))
+    assert best.step == 10
+    best.load_into(model)
     assert not torch.equal(model[0].weight, last)
 
 
@@ -154,17 +165,6 @@ def test_a_validation_that_fails_loses_nothing_that_was_trained(tmp_path, values
     checkpoint = again.resume()
     assert (checkpoint.step, checkpoint.metrics) == (5, {})
     assert again.fit().step == 20
-
-
-def test_a_model_that_no_checkpoint_holds_is_refused_before_it_is_trained(tmp_path):
-    class Noted(nn.Linear):
-        def get_extra_state(self):
-            return {"calls": 3}
-
-    with pytest.raises(
-        ValueError, match=r"its state holds 4\._extra_state of type dict, but checkpoints hold dense tensors only"
-    ):
-        trainer(tmp_path, config(), model=nn.Sequential(*network()[:4], Noted(16, 4)))
 
 
 @pytest.mark.parametrize("value", [None, 3.0])
@@ -202,7 +202,7 @@ def test_the_best_of_all_may_be_the_average(tmp_path):
     assert all(torch.equal(last[name], tensor) for name, tensor in model.state_dict().items())
     assert (result.best_value, result.best) == (1.5, tmp_path / "checkpoints" / "average")
     assert result.metrics["loss"] == 2.5
-    run.load_best()
+    Checkpoint.open(find_checkpoint(tmp_path)).load_into(model)
     mean = sum(
         CheckpointFolder(tmp_path / "checkpoints").open(tmp_path / "checkpoints" / f"step-{step}").weights()["4.weight"]
         for step in (5, 10, 15)
@@ -220,7 +220,11 @@ def test_budgets_end_the_run_and_the_first_one_wins(tmp_path):
         run = trainer(tmp_path / name, config(**budget), validate=None)
         result = run.fit()
         assert (result.reason, result.best) == (name, None)
-        assert run.load_best().step == result.step == {"steps": 3, "epochs": 14, "minutes": 0}[name]
+        assert (
+            Checkpoint.open(find_checkpoint(tmp_path / name)).step
+            == result.step
+            == {"steps": 3, "epochs": 14, "minutes": 0}[name]
+        )
 
 
 def test_an_empty_epoch_is_an_error_and_not_an_endless_loop(tmp_path):
@@ -292,3 +296,156 @@ def test_on_a_terminal_a_bar_is_shown(tmp_path):
     assert "step 1,234" in shown
     assert "50,000 tokens/s" in shown
     assert "1:02:05" in shown
+
+
+def overflowing(*at: int) -> Any:
+    """The task's loss, whose gradient overflows in these steps, counted from 1; without a number, in all."""
+    calls = 0
+
+    def loss(model: nn.Module, batch: Rows) -> Tensor:
+        nonlocal calls
+        calls += model.training
+        value = summed_loss(model, batch)
+        return value + Overflow.apply(value) if model.training and (calls in at or not at) else value
+
+    return loss
+
+
+def weights(folder: Path, step: int) -> dict[str, Tensor]:
+    path = folder / "checkpoints" / f"step-{step}"
+    return CheckpointFolder(folder / "checkpoints").open(path).weights()
+
+
+def records(folder: Path, kind: str = "train") -> list[dict[str, Any]]:
+    return [record for record in read_metrics(folder) if record["kind"] == kind]
+
+
+def test_it_learns_what_fp32_learns_in_fp16(tmp_path: Path) -> None:
+    seen = []
+
+    def watched(model: nn.Module, batch: Rows) -> Tensor:
+        logits = model(batch.inputs)
+        seen.append(logits.dtype)
+        return nn.functional.cross_entropy(logits.float(), batch.labels, reduction="sum")
+
+    settings = {"steps": 40, "validate_every": 20}
+    half = trainer(
+        tmp_path / "fp16", config(**settings, precision="fp16"), loss=watched, model=network(dropout=0.0)
+    ).fit()
+    single = trainer(tmp_path / "fp32", config(**settings), model=network(dropout=0.0)).fit()
+    assert set(seen) == {torch.float16}
+    assert half.metrics["loss"] == pytest.approx(single.metrics["loss"], rel=0.02)
+    assert half.metrics["loss"] != single.metrics["loss"]
+    for ours, theirs in zip(records(tmp_path / "fp16"), records(tmp_path / "fp32"), strict=True):
+        assert ours["gradient_norm"] == pytest.approx(theirs["gradient_norm"], rel=0.05)  # before scaling
+        assert (ours["skipped_steps"], ours["loss_scale"]) == (0, 65536.0)
+        assert "skipped_steps" not in theirs
+        assert "loss_scale" not in theirs
+
+
+def test_an_overflow_skips_its_step_halves_the_scale_and_counts(tmp_path: Path) -> None:
+    settings = config(precision="fp16", steps=4, validate_every=1, log_every=2, keep=4)
+    ended = trainer(tmp_path, settings, loss=overflowing(2)).fit()
+    assert ended.step == 4
+    for step, equal in ((2, True), (3, False)):
+        before, after = weights(tmp_path, step - 1), weights(tmp_path, step)
+        assert all(torch.equal(before[name], after[name]) == equal for name in before)
+    first, second = records(tmp_path)
+    assert (first["skipped_steps"], first["loss_scale"]) == (1, 32768.0)
+    assert (second["skipped_steps"], second["loss_scale"]) == (0, 32768.0)
+    assert 0 < first["gradient_norm"] < 100  # of the step that counts
+
+
+def test_overflow_without_end_stops_the_run_and_keeps_the_last_good_checkpoint(tmp_path: Path) -> None:
+    trainer(tmp_path, config(precision="fp16", steps=5)).fit()
+    again = trainer(tmp_path, config(precision="fp16", steps=50), loss=overflowing())
+    again.resume()
+    message = r"not finite at step 22 \(lr .*, loss scale 0.5\); the last good checkpoint is .*step-20; try a lower lr"
+    with pytest.raises(DivergedError, match=message):  # 65536 = 2**16: the 17th skipped step is one too many
+        again.fit()
+    before, after = weights(tmp_path, 5), weights(tmp_path, 20)
+    assert all(torch.equal(before[name], after[name]) for name in before)
+
+
+@pytest.mark.parametrize(("first", "then"), [("fp32", "fp16"), ("fp16", "bf16")])
+def test_a_run_goes_on_in_another_precision(tmp_path: Path, first: str, then: str) -> None:
+    trainer(tmp_path, config(precision=first, steps=7)).fit()
+    again = trainer(tmp_path, config(precision=then, steps=12), model=network(seed=5))
+    again.resume()
+    assert again.fit().step == 12
+    assert ("loss_scale" in records(tmp_path)[-1]) == (then == "fp16")
+
+
+def scheduled(name: str, lr: float, warmup: int = 0, **settings: Any) -> Schedule:
+    return Schedule(TrainConfig(schedule=name, lr=lr, warmup_steps=warmup, steps=1, **settings))
+
+
+def rates(schedule: Schedule, steps: int) -> list[float]:
+    """The rates of a budget of `steps` steps."""
+    return [schedule.rate(step, (step - 1) / steps) for step in range(1, steps + 1)]
+
+
+def test_inverse_sqrt_is_the_rate_of_attention_is_all_you_need():
+    d_model, warmup = 512, 40
+    schedule = scheduled("inverse_sqrt", (d_model * warmup) ** -0.5, warmup)
+    expected = [d_model**-0.5 * min(step**-0.5, step * warmup**-1.5) for step in range(1, 201)]
+    assert rates(schedule, 200) == pytest.approx(expected, rel=1e-12)
+
+
+def test_constant_and_warmup():
+    assert rates(scheduled("constant", 0.4, 4), 6) == pytest.approx([0.1, 0.2, 0.3, 0.4, 0.4, 0.4])
+    assert rates(scheduled("constant", 0.4, 0), 2) == [0.4, 0.4]
+
+
+@pytest.mark.parametrize("warmup", [0, 10])
+def test_cosine_equals_torch(warmup):
+    total, lr, floor = 50, 0.3, 0.01
+    optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=lr)
+    start = max(warmup - 1, 0)  # the step that reaches the peak is the cosine's first
+    reference = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, total - start, eta_min=floor)
+    expected = [lr * step / warmup for step in range(1, warmup)]
+    while len(expected) < total:
+        expected.append(optimizer.param_groups[0]["lr"])
+        optimizer.step()
+        reference.step()
+    assert rates(scheduled("cosine", lr, warmup, min_lr=floor), total) == pytest.approx(expected, rel=1e-6)
+
+
+def test_linear_falls_from_the_end_of_the_warmup_to_the_end_of_the_budget():
+    total, warmup, lr, floor = 20, 5, 0.5, 0.1
+    found = rates(scheduled("linear", lr, warmup, min_lr=floor), total)
+    assert found[:5] == pytest.approx([0.1, 0.2, 0.3, 0.4, 0.5])
+    assert found[4:] == pytest.approx([lr - (lr - floor) * i / 16 for i in range(16)])
+
+
+@pytest.mark.parametrize("name", ["linear", "cosine"])
+def test_a_decay_follows_the_budget_and_stays_at_the_lowest_rate_after_it(name):
+    schedule = scheduled(name, 1.0, 2, min_lr=0.25)
+    rates = [schedule.rate(step, progress) for step, progress in ((1, 0.0), (2, 0.5), (3, 0.75), (4, 1.5))]
+    assert rates == pytest.approx([0.5, 1.0, 0.625, 0.25])  # half of the rest of the budget is spent at 0.75
+    assert scheduled(name, 1.0, 0, min_lr=0.25).rate(1, 1.0) == pytest.approx(0.25)
+
+
+@pytest.mark.parametrize(
+    ("schedule", "losses", "expected"),
+    [
+        (
+            scheduled("plateau", 1.0, plateau_factor=0.5, plateau_patience=1),
+            [3.0, 3.0, 3.0, 2.0, 2.5, 2.0, 2.1, 2.1],
+            [1.0, 1.0, 0.5, 0.5, 0.5, 0.25, 0.25, 0.125],
+        ),
+        (
+            scheduled("divide_on_plateau", 20.0, plateau_divisor=4.0, min_lr=1.0),
+            [5.0, 4.0, 4.0, 3.9, 4.5, 4.5, 4.5],
+            [20.0, 20.0, 5.0, 5.0, 1.25, 1.0, 1.0],
+        ),
+        (scheduled("divide_on_plateau", 1.0), [math.nan], [0.25]),
+    ],
+    ids=["plateau", "divide", "nan is no better"],
+)
+def test_plateaus_reduce_the_rate(schedule, losses, expected):
+    found = []
+    for loss in losses:
+        schedule.observe(loss)
+        found.append(schedule.rate(100, 0.0))
+    assert found == expected

@@ -3,7 +3,7 @@
 torch casts a parameter at its first matrix product, and its gradient in backward: a kernel each, 266 in a
 step of 6+6 layers. Within `cast_together` one op casts all parameters, and one all their gradients: some 8 launches.
 Numbers are equal to torch's: gradients of a parameter that is used twice are added in 16 bits, as with torch's cached
-casts. Only callers of `devices.in_autocast` get such a copy; the parameters of modules do not change.
+casts.
 """
 
 from collections.abc import Iterator, Sequence
@@ -11,28 +11,35 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch import Tensor
-
-from fastformer.host.devices import copies
+from torch import Tensor, nn
 
 
 @contextmanager
-def cast_together(parameters: Sequence[Tensor], dtype: torch.dtype | None) -> Iterator[None]:
-    """Cast fp32 parameters once for a forward pass in this thread, whose backward casts their gradients once.
+def cast_together(modules: Sequence[nn.Module], dtype: torch.dtype | None) -> Iterator[None]:
+    """Let modules hold copies of their weights and biases in autocast's dtype during a forward pass.
 
-    Autocast itself casts those without `requires_grad`. dtype: autocast's; None: nothing is cast.
+    The modules must read them for matrix products alone. Copied are fp32 parameters that require a gradient; backward
+    casts all gradients at once. dtype: autocast's; None: nothing is cast.
     """
-    trainable = [p for p in parameters if p.requires_grad] if dtype is not None and torch.is_grad_enabled() else []
-    if not trainable:
+    trains = dtype is not None and torch.is_grad_enabled()
+    places = [
+        (module._parameters, name, p)
+        for module in (modules if trains else ())
+        for name, p in module._parameters.items()
+        if name.endswith(("weight", "bias")) and p is not None and p.requires_grad and p.dtype == torch.float32
+    ]
+    if not places:
         yield
         return
-    cast = _CastTogether.apply(dtype, *trainable)  # type: ignore[no-untyped-call]
-    before = copies.of
-    copies.of = {id(p): (p, p._version, copy) for p, copy in zip(trainable, cast, strict=True)}
+    unique = {id(p): p for _, _, p in places}
+    copies = dict(zip(unique, _CastTogether.apply(dtype, *unique.values()), strict=True))  # type: ignore[no-untyped-call]
     try:
+        for parameters, name, p in places:
+            parameters[name] = copies[id(p)]
         yield
     finally:
-        copies.of = before
+        for parameters, name, p in places:
+            parameters[name] = p
 
 
 class _CastTogether(torch.autograd.Function):

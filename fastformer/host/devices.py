@@ -4,15 +4,13 @@ A kernel takes addresses, and an address of another device is an illegal access,
 its tensors here, also those without dimensions, which torch takes from the CPU as numbers.
 """
 
-import threading
 from collections.abc import Sequence
 from typing import Any, NoReturn
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
-from fastformer.modes import compiling, readable
+from fastformer.modes import readable
 
 WITHOUT_FP64 = ("mps", "xpu")  # device types: Apple's GPUs have no fp64, nor do some of Intel's
 _ALIGNMENT = 128  # bytes, as torch's own tensors: kernels are compiled for multiples of 16
@@ -80,34 +78,6 @@ def product_dtype(x: Tensor) -> torch.dtype:
     return torch.get_autocast_dtype(x.device.type)
 
 
-class _Copies(threading.local):
-    """Copies of parameters that were cast together, by id: (parameter, version when it was cast, copy)."""
-
-    of: dict[int, tuple[Tensor, int, Tensor]] | None = None
-
-
-copies = _Copies()
-
-
-def in_autocast(parameter: Tensor | None) -> Any:
-    """Return the copy of a parameter in autocast's dtype, or without a copy the parameter, which torch then casts."""
-    if compiling() or copies.of is None or parameter is None:
-        return parameter
-    cached = copies.of.get(id(parameter))
-    if cached is None or cached[1] != parameter._version:
-        return parameter
-    device, copy = parameter.device.type, cached[2]
-    on = torch.is_autocast_enabled(device) and torch.get_autocast_dtype(device) == copy.dtype
-    return copy if on else parameter
-
-
-def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """Return `F.linear`, with copies of the parameters in autocast's dtype where there are copies."""
-    if compiling() or copies.of is None:
-        return F.linear(x, weight, bias)
-    return F.linear(x, in_autocast(weight), in_autocast(bias))
-
-
 def to_autocast(*tensors: Tensor | None) -> tuple[Tensor | None, ...]:
     """Cast floating-point tensors to autocast's dtype if autocast is on; autocast does not cast for custom ops.
 
@@ -117,12 +87,8 @@ def to_autocast(*tensors: Tensor | None) -> tuple[Tensor | None, ...]:
     if not torch.is_autocast_enabled(device):
         return tensors
     dtype = torch.get_autocast_dtype(device)
-    sources = [in_autocast(x) for x in tensors]
-    return tuple([x.to(dtype) if x is not None and _is_cast(x) else x for x in sources])
-
-
-def _is_cast(x: Tensor) -> bool:
-    return x.is_floating_point() and x.dtype != torch.float64
+    casts = [x is not None and x.is_floating_point() and x.dtype != torch.float64 for x in tensors]
+    return tuple([x.to(dtype) if cast else x for x, cast in zip(tensors, casts, strict=True)])  # type: ignore[union-attr]
 
 
 def widest_dtype(device: torch.device) -> torch.dtype:

@@ -97,15 +97,6 @@ def activation_name(activation: Callable[[Tensor], Tensor]) -> Activation | None
     return "relu"
 
 
-def cast_parameters(model: nn.Module) -> list[Tensor]:
-    """Return the fp32 parameters that autocast casts in a model; none if it has none of fastformer's modules."""
-    owners = [module for module in model.modules() if isinstance(module, nn.Linear | nn.MultiheadAttention)]
-    if not any(isinstance(module, (*DROP_INS.values(), FeedForward)) for module in model.modules()):
-        return []
-    unique = {id(p): p for module in owners for p in module.parameters(recurse=False) if p.dtype == torch.float32}
-    return list(unique.values())
-
-
 @drop_in
 class LayerNorm(nn.LayerNorm):
     """torch.nn.LayerNorm on `fastformer.functional.layer_norm` (Ba et al. 2016).

@@ -17,7 +17,7 @@ from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 from torch.nn.utils.parametrize import is_parametrized
 
 from fastformer import functional
-from fastformer.host.devices import check_masks, in_autocast, linear
+from fastformer.host.devices import check_masks
 from fastformer.nn.inspection import has_own_hooks
 from fastformer.nn.modules import RMSNorm
 from fastformer.nn.options import AttentionOptions
@@ -118,7 +118,7 @@ class Projections(nn.MultiheadAttention):
             kind = kind.__bases__[0]
         if kind not in OUT_PROJECTIONS or has_own_hooks(self.out_proj):
             return self.out_proj(x)  # type: ignore[no-any-return]
-        return linear(x, self.out_proj.weight, self.out_proj.bias)
+        return F.linear(x, self.out_proj.weight, self.out_proj.bias)
 
     def _heads(self, x: Tensor) -> Tensor:
         """View `[..., heads * K]` as `[..., heads, K]`."""
@@ -140,7 +140,7 @@ class Projections(nn.MultiheadAttention):
         H, Hkv = self.num_heads, self._kv_heads or self.num_heads
         q, k, v = query, key, value
         if self._qkv_same_embed_dim and query is key is value:
-            qkv = self._heads(linear(query, self.in_proj_weight, self.in_proj_bias))  # type: ignore[arg-type]
+            qkv = self._heads(F.linear(query, self.in_proj_weight, self.in_proj_bias))  # type: ignore[arg-type]
             if self.rotary is not None and not self._has_qk_norms:  # one call rotates both
                 qk, v = qkv.split_with_sizes([H + Hkv, Hkv], -2)
                 q, k = self.turn(qk, positions).split_with_sizes([H, Hkv], -2)
@@ -150,15 +150,15 @@ class Projections(nn.MultiheadAttention):
             # `split_with_sizes` (1.7 us; `split`: 3.7 us) concatenates both gradients in backward; slices would pad
             # each with zeros.
             sizes = [H * self.head_dim, 2 * Hkv * self.head_dim]
-            weights = in_autocast(self.in_proj_weight).split_with_sizes(sizes)
+            weights = self.in_proj_weight.split_with_sizes(sizes)
             q, kv = self._linear_each((query, key), weights, sizes)
             k, v = (None, None) if kv is None else kv.split_with_sizes([Hkv, Hkv], -2)
         else:
             sizes = [H * self.head_dim, Hkv * self.head_dim, Hkv * self.head_dim]
             if self._qkv_same_embed_dim:
-                weights = in_autocast(self.in_proj_weight).split_with_sizes(sizes)
+                weights = self.in_proj_weight.split_with_sizes(sizes)
             else:
-                weights = [in_autocast(x) for x in (self.q_proj_weight, self.k_proj_weight, self.v_proj_weight)]
+                weights = self.q_proj_weight, self.k_proj_weight, self.v_proj_weight
             q, k, v = self._linear_each((query, key, value), weights, sizes)
         if self.rotary is None and len(self._modules) == 1:  # no norms: out_proj is the only child
             return q, k, v
@@ -166,7 +166,7 @@ class Projections(nn.MultiheadAttention):
         return q, None if k is None else self._norm_and_rotate(k, "k_norm", key_positions), v
 
     def _linear_each(self, inputs: Any, weights: Sequence[Tensor], sizes: list[int]) -> list[Any]:
-        bias = in_autocast(self.in_proj_bias)
+        bias = self.in_proj_bias
         biases = [None] * len(sizes) if bias is None else bias.split_with_sizes(sizes)
         triples = zip(inputs, weights, biases, strict=True)
         return [None if x is None else self._heads(F.linear(x, w, b)) for x, w, b in triples]

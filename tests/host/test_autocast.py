@@ -1,5 +1,6 @@
 """What a training step does at once: parameters cast with the bits of autocast's own casts, seeds of dropout drawn."""
 
+import contextlib
 import copy
 import functools
 import threading
@@ -14,7 +15,6 @@ from fastformer.apps.train.update import Update
 from fastformer.apps.translation.model import translation_loss
 from fastformer.host.autocast import cast_together
 from fastformer.host.autograd_function import dropout_seed, seeds_together
-from fastformer.host.devices import in_autocast, to_autocast
 from tests.support.fused_op import DEVICE, needs_kernels
 from tests.support.translation_task import random_batch, random_model
 
@@ -111,36 +111,20 @@ def test_hooks_and_losses_of_users_see_the_parameters(loss, place, write):
         assert (p.grad is q.grad is None) or torch.equal(p.grad, q.grad)
 
 
-def test_only_cast_parameters_get_a_copy():
-    weight, frozen = torch.nn.Parameter(torch.randn(4, device=DEVICE)), torch.randn(4, device=DEVICE)
-    others = []
-    with autocast(), cast_together([weight, frozen], BF16):
-        copy_ = in_autocast(weight)
-        assert torch.equal(copy_, weight.to(BF16))
-        assert to_autocast(weight)[0] is copy_
-        assert in_autocast(frozen) is frozen  # nothing to gather
-        assert in_autocast(weight[:2]).dtype == torch.float32
-        assert in_autocast(None) is None
-        with torch.autocast(DEVICE, enabled=False):
-            assert in_autocast(weight) is weight
-        with autocast(torch.float16):
-            assert in_autocast(weight) is weight
-
-        def elsewhere():
-            with autocast():
-                others.append(in_autocast(weight))
-
-        thread = threading.Thread(target=elsewhere)
-        thread.start()
-        thread.join()
-        with torch.no_grad():
-            weight.add_(1.0)
-        assert in_autocast(weight) is weight  # the copy is of what it was
-    assert others[0] is weight
-    with autocast():
-        with cast_together([weight], BF16):
-            pass
-        assert in_autocast(weight) is weight
+def test_modules_hold_copies_within_the_forward_pass_alone():
+    linear = torch.nn.Linear(3, 4, device=DEVICE)
+    linear.bias.requires_grad_(False)
+    attention = fastformer.MultiheadAttention(8, 2, sinks=True, device=DEVICE)
+    modules = [linear, attention]
+    before = [dict(module.named_parameters(recurse=False)) for module in modules]
+    with contextlib.suppress(KeyError), cast_together(modules, BF16):
+        assert torch.equal(linear.weight, before[0]["weight"].to(BF16))
+        assert attention.in_proj_weight.dtype == BF16
+        assert linear.bias is before[0]["bias"]  # has no gradient
+        assert attention.sinks is before[1]["sinks"]  # is in no matrix product
+        raise KeyError
+    for module, parameters in zip(modules, before, strict=True):
+        assert all(getattr(module, name) is p for name, p in parameters.items())
 
 
 def test_seeds_drawn_together_are_distinct_and_follow_manual_seed():

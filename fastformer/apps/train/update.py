@@ -28,7 +28,6 @@ from fastformer.apps.train.processes import Processes
 from fastformer.host.autocast import cast_together
 from fastformer.host.autograd_function import seeds_together
 from fastformer.nn.inspection import has_global_hooks, has_own_hooks
-from fastformer.nn.modules import cast_parameters
 from fastformer.packing import Layout
 
 _PRECISIONS = {"bf16": torch.bfloat16, "fp16": torch.float16}
@@ -79,7 +78,7 @@ class Update:
         self._config, self._processes = config, processes
         # Several processes exchange gradients parameter by parameter; a compiler casts on its own.
         together = self._runs_known_code and processes.world == 1 and not compiled
-        self._cast = cast_parameters(model) if together else []
+        self._cast = [x for x in model.modules() if together and isinstance(x, nn.Linear | nn.MultiheadAttention)]
         self._called = list(model.modules())
         self._scaler = torch.amp.GradScaler(self.device.type, enabled=config.precision == "fp16")
 

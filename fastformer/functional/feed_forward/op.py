@@ -22,7 +22,7 @@ from torch.utils.checkpoint import checkpoint
 from fastformer.functional.choice import runs_fused
 from fastformer.functional.dropout import drop
 from fastformer.host.autograd_function import Formula, call, define, dropout_seed, eager_formula, plain_gradients, twice
-from fastformer.host.devices import check_choice, check_probability, check_tensors, linear, to_autocast
+from fastformer.host.devices import check_choice, check_probability, check_tensors, to_autocast
 
 Activation = Literal["relu", "gelu", "gelu_tanh", "geglu", "swiglu", "reglu"]
 ACTIVATIONS: tuple[str, ...] = get_args(Activation)
@@ -125,10 +125,10 @@ def reference(
     dropout_p: float,
 ) -> Tensor:
     """Compute `feed_forward` in plain PyTorch."""
-    hidden = linear(x, weight1, bias1)
+    hidden = F.linear(x, weight1, bias1)
     # In place where nothing else needs the argument: saves one pass over the widest tensor of a layer.
     hidden = F.relu_(hidden) if activation == "relu" else activate(hidden, activation)
-    return linear(drop(hidden, dropout_p) if dropout_p else hidden, weight2, bias2)
+    return F.linear(drop(hidden, dropout_p) if dropout_p else hidden, weight2, bias2)
 
 
 def _activate_fake(h: Tensor, activation: str) -> Tensor:

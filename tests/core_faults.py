@@ -178,7 +178,7 @@ ROWS: dict[str, list[tuple[str, str, str]]] = {
     "functional/feed_forward/op": [
         ("return F.relu(gate) * value", "return F.relu(value) * gate", FORWARD),
         ('return F.gelu(x, approximate="tanh")', "return F.gelu(x)", FORWARD),
-        ("linear(drop(hidden, dropout_p) if dropout_p else hidden, weight2", "linear(hidden, weight2",
+        ("F.linear(drop(hidden, dropout_p) if dropout_p else hidden, weight2", "F.linear(hidden, weight2",
          "functional/test_feed_forward.py::test_dropout_is_of_the_hidden_activations"),
     ],
     "functional/embedding/op": [
@@ -208,23 +208,21 @@ ROWS: dict[str, list[tuple[str, str, str]]] = {
         ("if len(orders) > 1:", "if False:",
          "nn/test_torch_calls.py::test_layers_that_differ_in_the_order_of_dimensions"),
     ],
-    "nn/sublayers": [
+    "nn/layers": [
         ("functional.dropout(self.x, self.dropout.p if self.dropout.training else 0.0)", "self.x",
          "nn/test_layers.py::test_dropout_is_applied_where_torch_applies_it"),
         ("if not (plain and self.plain and", "if not (plain and", HOOKS),
         ("(*operands, norm.bias, eps=norm.eps, dropout_p", "(*operands, norm.bias, dropout_p",
          "nn/test_layers.py::test_every_setting"),
-    ],
-    "nn/layers": [
         ("nn.Module.__setstate__(self, state)", "super().__setstate__(state)",
          "nn/test_layers.py::test_copies_and_pickles_keep_the_activation"),
-        ("if self.own_blocks or src.is_nested or not", "if src.is_nested or not",
+        ("if not self.runs_packed or src.is_nested or not", "if src.is_nested or not",
          "nn/test_layers.py::test_a_subclass_that_overrides_blocks_is_honoured"),
         ('if any(modules[name].training for name in ("dropout", "dropout1", "dropout2")):', "if False:", REDUCED),
         ("if not number or type(self) is not TransformerEncoderLayer:", "if not number:",
          "nn/test_layers.py::test_a_subclass_that_overrides_blocks_is_honoured"),
         ('if unmodified.issuperset(("linear1", "dropout", "linear2")) else None', "", HOOKS),
-        ("dtype = product_dtype(x) if reader in unmodified else None", "dtype = product_dtype(x)",
+        ("dtype = _autocast_dtype(x) if reader in unmodified else None", "dtype = _autocast_dtype(x)",
          "nn/test_carried_sums.py::test_a_hooked_linear_layer_sees_the_norm_in_torchs_dtype"),
     ],
     "nn/packed_input": [
@@ -263,7 +261,8 @@ ROWS: dict[str, list[tuple[str, str, str]]] = {
          "nn/options/test_layers_with_options.py::test_steps_equal_the_whole"),
         ("if layer.norm_first else _norm(norm, x + step(x))", "",
          "nn/cache/test_steps.py::test_every_kind_of_layer"),
-        ('if len(layer.plain_parts()) != len(modules) - ("activation" in modules):', "if False:", CHANGED),
+        ('if len(plain_parts(layer, layer.part_types)) != len(modules) - ("activation" in modules):', "if False:",
+         CHANGED),
     ],
     "nn/layer_stack": [
         ("own = torchs_form(masks[0], x, first.self_attn.batch_first, canonical=len(masks) == 1)", "pass", CALLED),

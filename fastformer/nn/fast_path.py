@@ -21,7 +21,7 @@ from fastformer.functional.choice import runs_fused
 from fastformer.functional.feed_forward.op import activate
 from fastformer.host.devices import autocasts
 from fastformer.modes import watched, without_subclasses
-from fastformer.nn.inspection import has_own_hooks
+from fastformer.nn.inspection import has_own_hooks, plain_parts
 from fastformer.nn.kv_write import KVWrite, LayerCache
 from fastformer.nn.modules import DROP_INS, activation_name
 from fastformer.nn.projections import OUT_PROJECTIONS
@@ -168,7 +168,7 @@ def _is_supported(layer: Any) -> bool:
     modules = layer._modules
     if type(layer) not in DROP_INS.values() or has_own_hooks(layer):
         return False
-    if len(layer.plain_parts()) != len(modules) - ("activation" in modules):
+    if len(plain_parts(layer, layer.part_types)) != len(modules) - ("activation" in modules):
         return False
     for name in ("self_attn", "multihead_attn"):
         if (attention := modules.get(name)) is None:
@@ -210,9 +210,9 @@ def _feed_forward(layer: Any, x: Tensor) -> Tensor:
 
 def _self_attention(attention: Any, x: Tensor, layer_cache: LayerCache, write: KVWrite) -> Tensor:
     """Write keys and values of x `[R, D]` into the cache; attend to all tokens of each row."""
-    H, Hkv, K = attention.num_heads, attention.kv_heads, attention.head_dim
+    H, Hkv = attention.num_heads, attention.kv_heads
     weight, bias = _parameter(attention, "in_proj_weight"), _parameter(attention, "in_proj_bias")
-    qkv = _product(x, weight, bias).view(x.shape[0], 1, H + 2 * Hkv, K)
+    qkv = _product(x, weight, bias).view(x.shape[0], 1, H + 2 * Hkv, -1)
     if attention.rotary is None:
         q, k, v = qkv.split_with_sizes([H, Hkv, Hkv], 2)
     else:
@@ -225,7 +225,7 @@ def _self_attention(attention: Any, x: Tensor, layer_cache: LayerCache, write: K
 def _memory_attention(attention: Any, x: Tensor, layer_cache: LayerCache, cache: Any) -> Tensor:
     """Attend from x `[R, D]` to the memory of each row's sentence."""
     keys, values = layer_cache.memory  # type: ignore[misc]
-    H, K = attention.num_heads, attention.head_dim
+    H, K = attention.num_heads, keys.shape[3]
     weight, bias = _parameter(attention, "in_proj_weight")[: H * K], _parameter(attention, "in_proj_bias")
     q = _product(x, weight, None if bias is None else bias[: H * K]).view(keys.shape[0], cache.hypotheses, H, K)
     return _attend(attention, q, keys, values, cache.memory_limits(q, keys.shape[2]).get("mask"))

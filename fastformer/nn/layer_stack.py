@@ -16,7 +16,8 @@ from fastformer.host.devices import check_types
 from fastformer.nn.cache import KVCache
 from fastformer.nn.fast_path import has_fast_path, one_token
 from fastformer.nn.inspection import Inspection, check_apart, has_own_hooks, inspect_stack, is_sharded, plain
-from fastformer.nn.layers import TransformerDecoderLayer, TransformerEncoderLayer
+from fastformer.nn.layers import DeferredResidual, TransformerDecoderLayer, TransformerEncoderLayer
+from fastformer.nn.modules import NORMS
 from fastformer.nn.packed_input import (
     Masks,
     PackedInput,
@@ -28,7 +29,6 @@ from fastformer.nn.packed_input import (
     torchs_form,
     zero_padding,
 )
-from fastformer.nn.sublayers import NORMS, DeferredResidual
 from fastformer.packing import Layout, pack, unpack
 
 _LAYERS = (TransformerEncoderLayer, TransformerDecoderLayer)

@@ -1,33 +1,31 @@
 """Drop-in Transformer layers: torch.nn's classes on fastformer's modules and ops.
 
-If the attention of a layer was replaced or has hooks, or a subclass overrides a block, torch's own `forward` runs and
-calls every module. Otherwise `compose` runs: one formula over attention callables, for padded batches, packed sequences
-and cached steps. Constructors run torch's own, and then change the classes of the children.
+If the attention of a layer was replaced or has hooks, or a subclass overrides `forward` or a block, torch's own
+`forward` runs and calls every module. Otherwise `compose` runs: one formula over attention callables, for padded
+batches, packed sequences and cached steps. Constructors run torch's own, and then change the classes of the children.
 
 Letters: B batch, H heads, T targets, S sources, D model width.
 """
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any, Unpack
+from typing import Any, NamedTuple, Unpack, cast
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fastformer import functional
-from fastformer.host.devices import check_masks, check_types
+from fastformer.host.devices import autocasts, check_masks, check_types, product_dtype
 from fastformer.nn.activations import as_function, is_gated
 from fastformer.nn.inspection import plain, plain_parts
-from fastformer.nn.modules import activation_name, drop_in, make_norm, runs_as_torch, take_over_children
+from fastformer.nn.modules import NORMS, activation_name, drop_in, make_norm, runs_as_torch, take_over_children
 from fastformer.nn.multihead_attention import MultiheadAttention
 from fastformer.nn.options import LayerOptions, attention_options, check_options
 from fastformer.nn.packed_input import Masks
-from fastformer.nn.sublayers import NORMS, Attention, DeferredResidual, norm_of, padded_call, product_dtype
 from fastformer.packing import Layout, offsets_of
 
-_ENCODER_CHILDREN = 8  # of an unmodified encoder layer
-BLOCKS = ("_sa_block", "_mha_block", "_ff_block")
+Attention = Callable[[Tensor], Tensor]  # normalised input -> attention output, of the same shape
 # The classes of children that ops may replace, so that the children are not called.
 PARTS: dict[str, tuple[type[nn.Module], ...]] = {
     "self_attn": (MultiheadAttention,),
@@ -38,15 +36,64 @@ PARTS: dict[str, tuple[type[nn.Module], ...]] = {
 }
 
 
+class DeferredResidual(NamedTuple):
+    """The sum residual + dropout(x) before it is computed: the next norm adds it in the same op.
+
+    Attributes:
+        plain: whether an op may apply the dropout.
+    """
+
+    x: Tensor
+    residual: Tensor
+    dropout: Any
+    plain: bool
+
+    def add(self) -> Tensor:
+        """Return the sum."""
+        if not self.plain:
+            return self.residual + cast(Tensor, self.dropout(self.x))
+        return self.residual + functional.dropout(self.x, self.dropout.p if self.dropout.training else 0.0)
+
+    def norm(self, norm: Any, plain: bool, dtype: torch.dtype | None = None) -> tuple[Tensor, Tensor]:
+        """Return the norm of the sum, in dtype if given, and the sum; plain: whether an op may compute the norm."""
+        # A replaced attention may return a tensor that broadcasts.
+        if not (plain and self.plain and self.x.shape == self.residual.shape):
+            total = self.add()
+            return norm(total), total
+        operands = self.x, self.residual, norm.normalized_shape, norm.weight
+        dropout_p = self.dropout.p if self.dropout.training else 0.0
+        if isinstance(norm, nn.RMSNorm):
+            return functional.dropout_add_rms_norm(*operands, eps=norm.eps, dropout_p=dropout_p, dtype=dtype)
+        return functional.dropout_add_layer_norm(*operands, norm.bias, eps=norm.eps, dropout_p=dropout_p, dtype=dtype)
+
+
+def _norm_of(
+    x: Tensor | DeferredResidual, norm: Any, plain: bool, dtype: torch.dtype | None = None
+) -> tuple[Tensor, Tensor]:
+    """Return the norm of x, and x as a tensor; arguments as of `DeferredResidual.norm`."""
+    if isinstance(x, DeferredResidual):
+        return x.norm(norm, plain, dtype)
+    if dtype is None or not plain:
+        return norm(x), x
+    operands = x, norm.normalized_shape, norm.weight
+    if isinstance(norm, nn.RMSNorm):
+        return functional.rms_norm(*operands, norm.eps, dtype=dtype), x
+    return functional.layer_norm(*operands, norm.bias, norm.eps, dtype=dtype), x
+
+
+def _autocast_dtype(x: Tensor | DeferredResidual) -> torch.dtype | None:
+    """Return the dtype in which autocast has matrix products read x; None without autocast."""
+    x = x.residual if isinstance(x, DeferredResidual) else x
+    return product_dtype(x) if autocasts(x) else None
+
+
 class _Layer(nn.Module):
     """The base class of encoder and decoder layers.
 
     Attributes:
-        own_blocks: whether a subclass overrides `_sa_block`, `_mha_block` or `_ff_block`.
-        runs_packed: whether packed sequences may bypass `forward`: no subclass overrides a block or `forward`.
+        runs_packed: whether `compose` may run in place of torch's `forward`: no subclass overrides that or a block.
     """
 
-    own_blocks = False
     runs_packed = True
     part_types = PARTS
 
@@ -54,8 +101,9 @@ class _Layer(nn.Module):
         super().__init_subclass__()
         kinds: Any = nn.TransformerEncoderLayer, nn.TransformerDecoderLayer
         torchs = next(kind for kind in kinds if issubclass(cls, kind))
-        cls.own_blocks = any(getattr(cls, name, None) is not getattr(torchs, name, None) for name in BLOCKS)
-        cls.runs_packed = not cls.own_blocks and getattr(cls.forward, "__globals__", None) is globals()
+        blocks = ("_sa_block", "_mha_block", "_ff_block")
+        overrides_block = any(getattr(cls, name, None) is not getattr(torchs, name, None) for name in blocks)
+        cls.runs_packed = not overrides_block and getattr(cls.forward, "__globals__", None) is globals()
 
     def __init__(
         self,
@@ -113,7 +161,7 @@ class _Layer(nn.Module):
         if self.norm_first:
             return self.carry(x, *attentions).add()
         modules: dict[str, Any] = self._modules
-        unmodified = self.plain_parts()
+        unmodified = plain_parts(self, PARTS)
         for number, attend in enumerate((*attentions, None), start=1):
             norm, dropout = f"norm{number}", f"dropout{number}"
             out = self._feed_forward(x, unmodified) if attend is None else attend(x)
@@ -124,13 +172,13 @@ class _Layer(nn.Module):
     def carry(self, x: Tensor | DeferredResidual, *attentions: Attention) -> DeferredResidual:
         """Compute a layer with `norm_first` up to its last sum, which the next norm adds; arguments as of `compose`."""
         modules: dict[str, Any] = self._modules
-        unmodified = self.plain_parts()
+        unmodified = plain_parts(self, PARTS)
         readers = "self_attn", *(["multihead_attn"] if len(attentions) > 1 else []), "linear1"
         for number, reader in enumerate(readers, start=1):
             # A norm that only an unmodified product reads is written in the dtype in which autocast has it read.
-            dtype = product_dtype(x) if reader in unmodified else None
+            dtype = _autocast_dtype(x) if reader in unmodified else None
             norm, dropout = f"norm{number}", f"dropout{number}"
-            h, x = norm_of(x, modules[norm], norm in unmodified, dtype)
+            h, x = _norm_of(x, modules[norm], norm in unmodified, dtype)
             out = self._feed_forward(h, unmodified) if reader == "linear1" else attentions[number - 1](h)
             x = DeferredResidual(out, x, modules[dropout], dropout in unmodified)
         return x  # type: ignore[return-value]
@@ -145,8 +193,17 @@ class _Layer(nn.Module):
             masks: of each attention.
             weights: for each attention a list to which its weights `[B, H, T, S]` are appended, or None.
         """
-        calls = zip(self.attentions, (None, memory), masks, weights, strict=False)
-        return tuple([padded_call(*call) for call in calls])
+
+        def attend(attention: Any, memory: Tensor | None, masks: Masks, weights: Any, x: Tensor) -> Tensor:
+            kv = x if memory is None else memory
+            rules = {"attn_mask": masks.mask, "key_padding_mask": masks.padding, "is_causal": masks.is_causal}
+            if weights is None:
+                return attention(x, kv, kv, need_weights=False, **rules)[0]  # type: ignore[no-any-return]
+            out, of_heads = attention(x, kv, kv, need_weights=True, average_attn_weights=False, **rules)
+            weights.append(of_heads)
+            return out  # type: ignore[no-any-return]
+
+        return tuple([partial(attend, *x) for x in zip(self.attentions, (None, memory), masks, weights, strict=False)])
 
     def packed_attentions(
         self,
@@ -172,12 +229,6 @@ class _Layer(nn.Module):
             memory_layout=memory_layout,
             attn_mask=memory_mask,
         )
-
-    def plain_parts(self) -> set[str]:
-        """Return the names of the children that an op may replace; called once in each call of the layer."""
-        if self.own_blocks:
-            raise RuntimeError(f"{type(self).__name__} overrides a block, which only forward calls: call the layer")
-        return plain_parts(self, PARTS)
 
     def _feed_forward(self, x: Tensor, unmodified: set[str]) -> Tensor:
         modules: Any = self._modules
@@ -211,7 +262,7 @@ class TransformerEncoderLayer(_Layer, nn.TransformerEncoderLayer):
             return 0
         if any(modules[name].training for name in ("dropout", "dropout1", "dropout2")):
             return 0
-        if len(self.plain_parts()) < _ENCODER_CHILDREN or not modules["self_attn"].is_torchs_formula():
+        if len(plain_parts(self, PARTS)) < 8 or not modules["self_attn"].is_torchs_formula():
             return 0
         parameters = [modules[name]._parameters for name in ("linear1", "linear2", "norm1", "norm2")]
         return 0 if any(x.get(name) is None for x in parameters for name in ("weight", "bias")) else number
@@ -241,7 +292,7 @@ class TransformerEncoderLayer(_Layer, nn.TransformerEncoderLayer):
             out = self._run_torchs_op(src)
             if out is not None:
                 return out
-        if self.own_blocks or src.is_nested or not plain(self.self_attn, MultiheadAttention):
+        if not self.runs_packed or src.is_nested or not plain(self.self_attn, MultiheadAttention):
             return nn.TransformerEncoderLayer.forward(self, src, src_mask, src_key_padding_mask, is_causal)
         masks = (Masks(src_mask, src_key_padding_mask, is_causal),)
         return self.compose(src, *self.padded_attentions(None, masks))
@@ -290,7 +341,7 @@ class TransformerDecoderLayer(_Layer, nn.TransformerDecoderLayer):
         if callable(run):  # as in the encoder's layer
             return run(self, tgt, memory)  # type: ignore[no-any-return]
         masks = tgt_mask, memory_mask, tgt_key_padding_mask, memory_key_padding_mask
-        if self.own_blocks:  # the block may take another kind of memory
+        if not self.runs_packed:  # a block may take another kind of memory
             return nn.TransformerDecoderLayer.forward(self, tgt, memory, *masks, tgt_is_causal, memory_is_causal)
         check_types(("tgt", "memory"), tgt, memory)
         check_masks(("tgt_mask", "memory_mask", "tgt_key_padding_mask", "memory_key_padding_mask"), *masks)

@@ -106,10 +106,7 @@ class LayerNorm(nn.LayerNorm):
 
     def forward(self, input: Tensor) -> Tensor:
         """Normalise `[..., *normalized_shape]`."""
-        weight, bias = self.weight, self.bias
-        if is_torchs(input, weight, bias):
-            return torch.layer_norm(input, self.normalized_shape, weight, bias, self.eps)
-        return functional.layer_norm(input, self.normalized_shape, weight, bias, self.eps)
+        return functional.layer_norm(input, self.normalized_shape, self.weight, self.bias, self.eps)
 
 
 @drop_in
@@ -118,12 +115,10 @@ class RMSNorm(nn.RMSNorm):
 
     def forward(self, x: Tensor) -> Tensor:
         """Normalise `[..., *normalized_shape]`."""
-        weight = self.weight
-        if is_torchs(x, weight):
-            return torch.rms_norm(x, self.normalized_shape, weight, self.eps)
-        return functional.rms_norm(x, self.normalized_shape, weight, self.eps)
+        return functional.rms_norm(x, self.normalized_shape, self.weight, self.eps)
 
 
+NORMS = (LayerNorm, nn.LayerNorm, RMSNorm, nn.RMSNorm)  # an op may compute these together with the sum before them
 TOKEN_WISE.update((LayerNorm, RMSNorm, gelu_tanh, geglu, swiglu, reglu))
 
 

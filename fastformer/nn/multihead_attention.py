@@ -5,7 +5,7 @@ Decoders that cache keys and values call its steps, `project` and `attend`.
 Letters: B batch, H heads, T queries, S keys, D model width (embed_dim), K head size.
 """
 
-from typing import Any, Unpack
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -13,12 +13,10 @@ from torch import Tensor, nn
 from torch.nn.functional import _mha_shape_check  # type: ignore[attr-defined]
 
 from fastformer import functional
-from fastformer.functional.attention.rules import Window
 from fastformer.host.devices import check_masks, check_tensors
 from fastformer.modes import compiling
 from fastformer.nn.inspection import has_own_hooks
 from fastformer.nn.modules import drop_in, runs_as_torch
-from fastformer.nn.options import AttentionOptions, check_options
 from fastformer.nn.packed_input import causal_mask
 from fastformer.nn.projections import OUT_PROJECTIONS, Projections, check_attn_mask, op_masks
 from fastformer.nn.rotary import Positions
@@ -35,46 +33,9 @@ class MultiheadAttention(Projections):
     query that may attend to nothing gives the output bias alone (attention 0, gradient 0), where torch gives NaN.
 
     Additional keywords, those of `AttentionOptions`, change the formula; without them it is torch's.
-
-    Attributes:
-        window: how many positions (left, right) a query sees; None: as many as masks allow.
-        softcap: of the scores; None: no cap.
     """
 
     runs_packed = True  # packed sequences may bypass `forward`; read of the class itself, not inherited
-    window: Window | None = None
-    softcap: float | None = None
-
-    def __init__(
-        self,
-        embed_dim: int,
-        num_heads: int,
-        dropout: float = 0.0,
-        bias: bool = True,
-        add_bias_kv: bool = False,
-        add_zero_attn: bool = False,
-        kdim: int | None = None,
-        vdim: int | None = None,
-        batch_first: bool = False,
-        device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None,
-        **options: Unpack[AttentionOptions],
-    ) -> None:
-        if not options:
-            super().__init__(
-                embed_dim, num_heads, dropout, bias, add_bias_kv, add_zero_attn, kdim, vdim, batch_first, device, dtype
-            )
-            return
-        check_options(options, AttentionOptions)
-        if add_bias_kv or add_zero_attn:
-            raise ValueError(f"add_bias_kv and add_zero_attn must be False with {', '.join(options)}")
-        factory = {"device": device, "dtype": dtype}
-        self._build(embed_dim, num_heads, dropout, bias, kdim, vdim, batch_first, factory, options)
-        self.window, self.softcap = options.get("window"), options.get("softcap")
-        if options.get("position_bias") is not None:
-            self.position_bias = options["position_bias"]
-        if options.get("sinks"):
-            self.sinks = nn.Parameter(torch.zeros(num_heads, **factory))  # type: ignore[arg-type]
 
     def forward(
         self,

@@ -8,19 +8,19 @@ Letters: D model width, H heads of queries, Hkv of keys and values, K head size,
 """
 
 from collections.abc import Sequence
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Unpack
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
-from torch.nn.utils.parametrize import is_parametrized
 
 from fastformer import functional
+from fastformer.functional.attention.rules import Window
 from fastformer.host.devices import check_masks
 from fastformer.nn.inspection import has_own_hooks
 from fastformer.nn.modules import RMSNorm
-from fastformer.nn.options import AttentionOptions
+from fastformer.nn.options import AttentionOptions, check_options
 from fastformer.nn.rotary import Positions, Rotary
 from fastformer.packing import Layout
 
@@ -29,10 +29,12 @@ QK_EPS = 1e-6
 
 
 class Projections(nn.MultiheadAttention):
-    """The projections of an attention module, with stacked or separate weights.
+    """The parameters, options and projections of an attention module, with stacked or separate weights.
 
     Attributes:
         rotary: the rotation of queries and keys by their positions; None: no rotation.
+        window: how many positions (left, right) a query sees; None: as many as masks allow.
+        softcap: of the scores; None: no cap.
     """
 
     part_types: ClassVar[dict[str, tuple[type[nn.Module], ...]]] = {
@@ -41,70 +43,67 @@ class Projections(nn.MultiheadAttention):
         "k_norm": (RMSNorm,),
     }
     _kv_heads: int | None = None
-    _head_dim: int  # only with options
     rotary: Rotary | None = None
+    window: Window | None = None
+    softcap: float | None = None
 
-    def _build(
+    def __init__(
         self,
         embed_dim: int,
         num_heads: int,
-        dropout: float,
-        bias: bool,
-        kdim: int | None,
-        vdim: int | None,
-        batch_first: bool,
-        factory: dict[str, Any],
-        options: AttentionOptions,
+        dropout: float = 0.0,
+        bias: bool = True,
+        add_bias_kv: bool = False,
+        add_zero_attn: bool = False,
+        kdim: int | None = None,
+        vdim: int | None = None,
+        batch_first: bool = False,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+        **options: Unpack[AttentionOptions],
     ) -> None:
-        """Construct the module as torch does, with sizes that torch's constructor does not support."""
-        nn.Module.__init__(self)
-        kv_heads, head_size = options.get("kv_heads") or num_heads, options.get("head_size")
+        sizes: dict[str, Any] = {
+            "dropout": dropout,
+            "bias": bias,
+            "kdim": kdim,
+            "vdim": vdim,
+            "batch_first": batch_first,
+        }
+        if not options:
+            extra = {"add_bias_kv": add_bias_kv, "add_zero_attn": add_zero_attn}
+            super().__init__(embed_dim, num_heads, **sizes, **extra, device=device, dtype=dtype)
+            return
+        check_options(options, AttentionOptions)
+        if add_bias_kv or add_zero_attn:
+            raise ValueError(f"add_bias_kv and add_zero_attn must be False with {', '.join(options)}")
+        kv_heads, K = options.get("kv_heads") or num_heads, options.get("head_size")
         if num_heads < 1 or num_heads % kv_heads:
             raise ValueError(f"kv_heads must divide num_heads, {num_heads}, not {kv_heads}")
-        if head_size is None and (embed_dim < 1 or embed_dim % num_heads):
+        if K is None and (embed_dim < 1 or embed_dim % num_heads):
             raise ValueError(f"num_heads must divide embed_dim, {embed_dim}, or head_size be given, not {num_heads}")
-        K = embed_dim // num_heads if head_size is None else head_size
-        self.embed_dim, self.kdim, self.vdim = embed_dim, kdim or embed_dim, vdim or embed_dim
-        self._qkv_same_embed_dim = self.kdim == embed_dim and self.vdim == embed_dim
+        K = K or embed_dim // num_heads
+        super().__init__(embed_dim, 1, **sizes, device="meta")  # draws no random numbers
         self.num_heads, self._kv_heads, self.head_dim = num_heads, kv_heads, K
-        self.dropout, self.batch_first, self.add_zero_attn = dropout, batch_first, False
-        self.bias_k = self.bias_v = None
+        factory: dict[str, Any] = {"device": device, "dtype": dtype}
         q, kv = num_heads * K, kv_heads * K
-        shapes = {"in_proj_weight": (q + 2 * kv, embed_dim)}
-        if not self._qkv_same_embed_dim:
-            widths = {"q": (q, embed_dim), "k": (kv, self.kdim), "v": (kv, self.vdim)}
-            shapes = {f"{name}_proj_weight": shape for name, shape in widths.items()}
-        for name in ("q_proj_weight", "k_proj_weight", "v_proj_weight", "in_proj_weight"):
-            weight = nn.Parameter(torch.empty(shapes[name], **factory)) if name in shapes else None
-            self.register_parameter(name, weight)
-        in_bias = nn.Parameter(torch.empty(q + 2 * kv, **factory)) if bias else None
-        self.register_parameter("in_proj_bias", in_bias)
+        rows = {"q_proj_weight": q, "k_proj_weight": kv, "v_proj_weight": kv}
+        for name, parameter in self._parameters.items():
+            if parameter is not None:
+                shape = rows.get(name, q + 2 * kv), *parameter.shape[1:]
+                self._parameters[name] = nn.Parameter(torch.empty(shape, **factory))
         self.out_proj = NonDynamicallyQuantizableLinear(q, embed_dim, bias=bias, **factory)
         self._reset_parameters()  # before qkv_bias: torch expects biases in both projections, or in none
         if options.get("qkv_bias") not in (None, bias):
-            in_bias = None if bias else nn.Parameter(torch.zeros(q + 2 * kv, **factory))
-            self.register_parameter("in_proj_bias", in_bias)
+            self._parameters["in_proj_bias"] = None if bias else nn.Parameter(torch.zeros(q + 2 * kv, **factory))
         if options.get("qk_norm"):
             self.q_norm, self.k_norm = (RMSNorm(K, eps=QK_EPS, **factory) for _ in range(2))
-        self.rotary = options.get("rotary")
+        self.window, self.softcap, self.rotary = (options.get(name) for name in ("window", "softcap", "rotary"))  # type: ignore[assignment]
         if self.rotary is not None:
             self.rotary.turned(K)
-
-    @property
-    def head_dim(self) -> int:
-        """K; without options it follows num_heads in each call, which may be set later, as in torch."""
-        if self._kv_heads is not None:
-            return (
-                self._head_dim
-            )  # another name: Dynamo of torch 2.11 reads a dict item `head_dim` in place of this property
-        return self.embed_dim // self.num_heads  # type: ignore[no-any-return]
-
-    @head_dim.setter
-    def head_dim(self, size: int) -> None:
-        if self._kv_heads is None:
-            self.__dict__["head_dim"] = size  # where torch stores it
-        else:
-            self._head_dim = size
+        if options.get("position_bias") is not None:
+            self.position_bias = options["position_bias"]
+        if options.get("sinks"):
+            self.sinks = nn.Parameter(torch.zeros(num_heads, **factory))
 
     @property
     def kv_heads(self) -> int:
@@ -112,18 +111,11 @@ class Projections(nn.MultiheadAttention):
         return self.num_heads if self._kv_heads is None else self._kv_heads
 
     def project_out(self, x: Tensor) -> Tensor:
-        """Apply the output projection to `[..., D]`; the module is called only if it has hooks or another class."""
-        kind = type(self.out_proj)
-        if kind not in OUT_PROJECTIONS and is_parametrized(self.out_proj):
-            kind = kind.__bases__[0]
-        if kind not in OUT_PROJECTIONS or has_own_hooks(self.out_proj):
-            return self.out_proj(x)  # type: ignore[no-any-return]
-        return F.linear(x, self.out_proj.weight, self.out_proj.bias)
-
-    def _heads(self, x: Tensor) -> Tensor:
-        """View `[..., heads * K]` as `[..., heads, K]`."""
-        K = self.head_dim
-        return x.view(*x.shape[:-1], x.shape[-1] // K, K)
+        """Apply the output projection to `[..., D]`; as in torch, hooks of all modules do not see it."""
+        out_proj: Any = self.out_proj
+        if type(out_proj) in OUT_PROJECTIONS and not has_own_hooks(out_proj):
+            return F.linear(x, out_proj.weight, out_proj.bias)
+        return out_proj(x)  # type: ignore[no-any-return]
 
     def project(
         self,
@@ -138,38 +130,39 @@ class Projections(nn.MultiheadAttention):
         Inputs that are the same tensor take one matrix product. Rotary attention needs the positions of the tokens.
         """
         H, Hkv = self.num_heads, self._kv_heads or self.num_heads
-        q, k, v = query, key, value
-        if self._qkv_same_embed_dim and query is key is value:
-            qkv = self._heads(F.linear(query, self.in_proj_weight, self.in_proj_bias))  # type: ignore[arg-type]
+        stacked = self._qkv_same_embed_dim
+        if stacked and query is key is value:
+            qkv = _as_heads(F.linear(query, self.in_proj_weight, self.in_proj_bias), H + 2 * Hkv)  # type: ignore[arg-type]
             if self.rotary is not None and not self._has_qk_norms:  # one call rotates both
                 qk, v = qkv.split_with_sizes([H + Hkv, Hkv], -2)
                 q, k = self.turn(qk, positions).split_with_sizes([H, Hkv], -2)
                 return q, k, v
             q, k, v = qkv.split_with_sizes([H, Hkv, Hkv], -2)
-        elif self._qkv_same_embed_dim and key is value:
-            # `split_with_sizes` (1.7 us; `split`: 3.7 us) concatenates both gradients in backward; slices would pad
-            # each with zeros.
-            sizes = [H * self.head_dim, 2 * Hkv * self.head_dim]
-            weights = self.in_proj_weight.split_with_sizes(sizes)
-            q, kv = self._linear_each((query, key), weights, sizes)
-            k, v = (None, None) if kv is None else kv.split_with_sizes([Hkv, Hkv], -2)
+        elif stacked and key is value:
+            q, kv = self._project_each((query, key), (H, 2 * Hkv))
+            k, v = (kv, kv) if kv is None else kv.split_with_sizes([Hkv, Hkv], -2)
         else:
-            sizes = [H * self.head_dim, Hkv * self.head_dim, Hkv * self.head_dim]
-            if self._qkv_same_embed_dim:
-                weights = self.in_proj_weight.split_with_sizes(sizes)
-            else:
-                weights = self.q_proj_weight, self.k_proj_weight, self.v_proj_weight
-            q, k, v = self._linear_each((query, key, value), weights, sizes)
+            q, k, v = self._project_each((query, key, value), (H, Hkv, Hkv))
         if self.rotary is None and len(self._modules) == 1:  # no norms: out_proj is the only child
             return q, k, v
-        q = None if q is None else self._norm_and_rotate(q, "q_norm", positions)
+        q = None if q is None else self._norm_and_rotate(q, "q_norm", positions)  # type: ignore[assignment]
         return q, None if k is None else self._norm_and_rotate(k, "k_norm", key_positions), v
 
-    def _linear_each(self, inputs: Any, weights: Sequence[Tensor], sizes: list[int]) -> list[Any]:
+    def _project_each(self, inputs: Sequence[Tensor | None], heads: Sequence[int]) -> list[Any]:
+        """Project each input with its share of weights and biases; heads: of each result."""
+        # `split_with_sizes` (1.7 us; `split`: 3.7 us) concatenates gradients in backward; slices would pad each with
+        # zeros.
+        weight: Any = self.in_proj_weight  # None if the weights are separate
         bias = self.in_proj_bias
+        if weight is not None:
+            sizes = [n * (weight.shape[0] // sum(heads)) for n in heads]
+            weights = weight.split_with_sizes(sizes)
+        else:
+            weights = self.q_proj_weight, self.k_proj_weight, self.v_proj_weight
+            sizes = [x.shape[0] for x in weights]
         biases = [None] * len(sizes) if bias is None else bias.split_with_sizes(sizes)
-        triples = zip(inputs, weights, biases, strict=True)
-        return [None if x is None else self._heads(F.linear(x, w, b)) for x, w, b in triples]
+        each = zip(inputs, weights, biases, heads, strict=True)
+        return [None if x is None else _as_heads(F.linear(x, w, b), n) for x, w, b, n in each]
 
     @property
     def _has_qk_norms(self) -> bool:
@@ -186,7 +179,7 @@ class Projections(nn.MultiheadAttention):
         assert self.rotary is not None
         if positions is None:
             raise ValueError("positions must be given: rotary attention rotates queries and keys by them")
-        cos, sin = self.rotary.tables(self.head_dim, positions.end, x)
+        cos, sin = self.rotary.tables(x.shape[-1], positions.end, x)
         return functional.rotary(x, positions.at, cos, sin, interleaved=self.rotary.interleaved)
 
     def _positions(self, length: int, keys: int, time: int, device: torch.device) -> tuple[Positions | None, ...]:
@@ -201,7 +194,7 @@ class Projections(nn.MultiheadAttention):
         """Append the learned and the zero key of `add_bias_kv` and `add_zero_attn` to `[B, H, S, K]`."""
         extra = 0
         if self.bias_k is not None and self.bias_v is not None:
-            shape = (k.shape[0], self.num_heads, 1, self.head_dim)
+            shape = (*k.shape[:2], 1, k.shape[3])
             k = torch.cat([k, self.bias_k.view(1, *shape[1:]).expand(shape).to(k.dtype)], 2)
             v = torch.cat([v, self.bias_v.view(1, *shape[1:]).expand(shape).to(v.dtype)], 2)
             extra += 1
@@ -220,6 +213,11 @@ class Projections(nn.MultiheadAttention):
         compared = 3 if self._qkv_same_embed_dim else 2
         same = key.shape[:compared] == value.shape[:compared] and key.shape[rows] == B
         return same and query.shape[-1] == self.embed_dim
+
+
+def _as_heads(x: Tensor, heads: int) -> Tensor:
+    """View `[..., heads * K]` as `[..., heads, K]`."""
+    return x.view(*x.shape[:-1], heads, x.shape[-1] // heads)
 
 
 def _is_mask(mask: Tensor, *shapes: tuple[int, ...]) -> bool:

@@ -3,12 +3,12 @@
 import contextlib
 import copy
 import functools
-import threading
 
 import pytest
 import torch
 from torch.utils.checkpoint import checkpoint
 
+import fastformer
 from fastformer import backend, functional
 from fastformer.apps.train import Processes, TrainConfig
 from fastformer.apps.train.update import Update

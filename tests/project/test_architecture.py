@@ -21,7 +21,7 @@ LAYERS = (
     {"functional"},
     {"nn.activations", "nn.inspection", "nn.rotary", "nn.position_bias", "nn.packed_input", "nn.sdpa_calls"},
     {"nn.modules", "nn.options", "nn.kv_write"},
-    {"nn.projections", "nn.sublayers"},
+    {"nn.projections"},
     {"nn.multihead_attention", "nn.fast_path"},
     {"nn.layers", "nn.cache"},
     {"nn.layer_stack"},

@@ -74,7 +74,7 @@ def read_recipe(path: Path, data: Path | None, out: Path) -> Recipe:
     if data is None:
         raise ValueError(f"--data: the dataset {name} of {path} needs the folder of its published files")
     folder = out / "data" / name
-    if not (folder / "dataset.json").is_file():
+    if not folder.is_dir():
         published = [each for each in sorted(data.glob("*/")) if each.name.replace("-", "") == name]
         prepare(name, published[0] if published else data, folder)
     return Recipe(path, settings, str(folder))

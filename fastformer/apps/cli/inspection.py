@@ -80,7 +80,7 @@ def positions(
 
     figure_format(output)
     check_value("d_model", d_model, int, at_least=1, at_most=16384)
-    check_value("length", length, int, at_least=1, at_most=16384)
+    check_value("length", length, int, at_least=1, at_most=2048)
     figure = plot_positions(sinusoidal_positions(length, d_model), f"sinusoidal positions, d_model {d_model}")
     console.print(f"wrote {save(figure, output)}")
 

@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 
 from fastformer.apps.language.model import LanguageModel, language_model_loss
 from fastformer.apps.text import EncodedDocuments, TextCorpus, Tokenizer, encode_lines
-from fastformer.apps.text.language_batches import Pieces, collate_pieces, cut_documents, cut_stream
+from fastformer.apps.text.language_batches import Pieces, collate_pieces, cut_documents
 from fastformer.host.devices import device_of
 
 _EVALUATION_TOKENS = 4096  # in a batch; more did not make it faster on a CPU
@@ -77,8 +77,7 @@ class HeldOutText:
 
     def __init__(self, corpus: TextCorpus, tokenizer: Tokenizer, context: int, stream: str) -> None:
         documents = encode_corpus(corpus, tokenizer, stream)
-        cut = cut_stream if stream == "columns" else cut_documents
-        self.pieces = cut(documents, context)
+        self.pieces = cut_documents(documents, context, tokenizer.eos_id if stream == "columns" else None)
         self._unknown = int(np.count_nonzero(documents.documents.ids == tokenizer.unk_id))
         # Each skipped document is a line without a token, of which corpus.words counts the <eos>.
         self._words = corpus.words - documents.dropped

@@ -47,12 +47,8 @@ class AttentionMaps:
     def figure(self, layer: int | Literal["all"] | None = None, head: int | Literal["all", "mean"] = "all") -> "Figure":
         """Draw the maps of one head, of the heads of a layer, or of all layers.
 
-        Args:
-            layer: from 1, None for the last one; or "all".
-            head: from 1; or "all", a panel for each; or "mean", their average.
-
-        Raises:
-            ValueError: there is no such layer or head.
+        layer: from 1, None for the last one; or "all". head: from 1; or "all", a panel for each; or "mean", their
+        average. Raises ``ValueError`` if there is no such layer or head.
         """
         weights, panel_names = self.weights, ["layer", "head"]
         layers, heads = weights.shape[:2]

@@ -1,4 +1,4 @@
-"""Size, title, labels and files of all figures; text that holds formulas, line ends or characters without a font."""
+"""Size, title, labels and files of all figures; text that holds formulas or line ends."""
 
 import functools
 import io
@@ -79,13 +79,10 @@ def plain(text: str) -> str:
 
 
 def visible(text: str) -> str:
-    r"""Return text that can be drawn and read: ``\n`` and ``\u65e5`` for what cannot, ␣ for a text of spaces."""
+    r"""Return text in one readable line: ``\n`` and the like for what cannot be printed, ␣ for a text of spaces."""
     if text and not text.strip(" "):
         return "␣" * len(text)
-    return "".join(
-        character if character.isprintable() and ord(character) in _drawable() else ascii(character)[1:-1]
-        for character in text
-    )
+    return "".join(character if character.isprintable() else ascii(character)[1:-1] for character in text)
 
 
 @functools.cache
@@ -95,12 +92,3 @@ def font_families() -> list[str]:
 
     installed = {font.name for font in fontManager.ttflist}
     return [name for name in _FONTS if name in installed]
-
-
-@functools.cache
-def _drawable() -> frozenset[int]:
-    """Return the code points that `font_families` can draw."""
-    from matplotlib import font_manager
-
-    fonts = (font_manager.get_font(font_manager.findfont(name)) for name in font_families())
-    return frozenset().union({ord("\N{NO-BREAK SPACE}")}, *(font.get_charmap() for font in fonts))

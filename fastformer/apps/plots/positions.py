@@ -10,29 +10,24 @@ from fastformer.apps.plots.figure import grid, new_figure, set_title
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-_MOST_ROWS = 2048  # more than a picture's pixels; matplotlib takes some 50 bytes for each value
-
 
 def plot_positions(encoding: Tensor, title: str = "") -> "Figure":
-    """Draw a positional encoding `[T, D]` and the cosine similarity of positions; of over 2,048, every n-th is drawn.
+    """Draw a positional encoding `[T, D]` and the cosine similarity of positions.
 
     Raises ``ValueError`` if encoding does not have two dimensions, or one has size 0.
     """
     if encoding.dim() != 2 or 0 in encoding.shape:
         raise ValueError(f"encoding has shape {list(encoding.shape)}; it must be [T, D], both at least 1")
-    T, D = encoding.shape
-    values = encoding.detach()[:: -(-T // _MOST_ROWS)].float().cpu()  # [at most _MOST_ROWS, D]
+    values = encoding.detach().float().cpu()
     similarity = normalize(values, dim=1) @ normalize(values, dim=1).T
     limit = float(values.abs().max()) or 1.0
     figure = new_figure(11.0, 4.4)
     left, right = grid(figure, 1, 2, 2)
-    for axes, image, label, width, options in (
-        (left, values, "value", D, {"aspect": "auto", "cmap": "RdBu_r", "vmin": -limit, "vmax": limit}),
-        (right, similarity, "cosine similarity", T, {"cmap": "viridis"}),
+    for axes, image, label, options in (
+        (left, values, "value", {"aspect": "auto", "cmap": "RdBu_r", "vmin": -limit, "vmax": limit}),
+        (right, similarity, "cosine similarity", {"cmap": "viridis"}),
     ):
-        # Left, right, bottom and top of a picture, so that the number of a position is in the middle of its cell.
-        extent = (-0.5, width - 0.5, T - 0.5, -0.5)
-        drawn = axes.imshow(image.numpy(), interpolation="nearest", extent=extent, **options)
+        drawn = axes.imshow(image.numpy(), interpolation="nearest", **options)
         figure.colorbar(drawn, ax=axes, label=label)
         axes.locator_params(integer=True)
     left.set(xlabel="dimension", ylabel="position", title="value of each dimension")

@@ -1,19 +1,18 @@
 """Prepare and open datasets by name, from files on this machine: nothing is downloaded.
 
 `prepare` recognises the files of a distribution in a folder, counts them, and writes plain UTF-8 text under fixed
-names (`train.en`, `valid.en`, `test.en`, …), and last a `dataset.json`, which marks a complete folder. `open_dataset`
-reads two of the languages as corpora. A wrong count is an error for a corpus with one published form; for Europarl,
-which is often used in part, it is a warning in the report.
+names: `train.en`, `valid.en`, `test.en`, …, or `train.txt` and so on. `open_dataset` reads two of the languages as
+corpora, `open_text_dataset` text. A wrong count is an error for a corpus with one published form; for Europarl, which
+is often used in part, it is a warning in the report.
 """
 
 import re
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
-from pydantic import TypeAdapter, ValidationError
-
-from fastformer.apps.system.files import write_file
+from fastformer.apps.system.files import new_folder
+from fastformer.settings import check_value
 
 from .corpora import DocumentKind, ParallelCorpus, TextCorpus, count_words, read_parallel, read_text, split
 from .files import COMPRESSED, TextError, read_lines, write_lines
@@ -21,8 +20,6 @@ from .files import COMPRESSED, TextError, read_lines, write_lines
 Files = dict[str, list[str]]
 
 SPLITS = ("train", "valid", "test")
-_REPORT, _UNFINISHED = "dataset.json", b"{}"  # a folder whose preparation did not end may be prepared again
-_COMPRESSED = f"({'|'.join(map(re.escape, COMPRESSED))})?"
 _EUROPARL_HELD_OUT = 3000  # sentence pairs for validation and as many for test, the size of a WMT test set
 _EUROPARL_SEED = 1
 _EUROPARL_LINES = {"fr-en": 2_007_723, "de-en": 1_920_209}
@@ -33,15 +30,14 @@ _WIKITEXT_TOKENS = {"train": 2_088_628, "valid": 217_646, "test": 245_569}
 
 @dataclass(frozen=True)
 class DatasetReport:
-    """Report of `prepare`: the files written with their line counts, warnings, and the licence notice to be shown."""
+    """Report of `prepare`: lines and tokens of each file, warnings, and the licence notice to be shown."""
 
     name: str
-    languages: list[str]
+    folder: Path
     lines: dict[str, int]
+    tokens: dict[str, int]
+    warnings: list[str]
     notice: str
-    tokens: dict[str, int] = field(default_factory=dict)
-    warnings: list[str] = field(default_factory=list)
-    folder: str = ""
 
     def __str__(self) -> str:
         rows = [f"{self.name} in {self.folder}"]
@@ -51,30 +47,30 @@ class DatasetReport:
         return "\n".join([*rows, *(f"  note: {warning}" for warning in self.warnings), f"  {self.notice}"])
 
 
-_REPORTS = TypeAdapter(DatasetReport)
-
-
-def _find(folder: Path, names: Sequence[str]) -> Path:
+def _find(folder: Path, *names: str) -> Path:
     """Return the first of the names that exists, plain or compressed."""
-    for path in (folder / f"{name}{suffix}" for name in names for suffix in ("", *COMPRESSED)):
-        if path.is_file():
-            return path
-    raise FileNotFoundError(f"{folder}: none of {', '.join(names)} is there, plain or compressed")
+    paths = (folder / f"{name}{suffix}" for name in names for suffix in ("", *COMPRESSED))
+    path = next((path for path in paths if path.is_file()), None)
+    if path is None:
+        raise FileNotFoundError(f"{folder}: none of {', '.join(names)} is there, plain or compressed")
+    return path
 
 
-def _read(folder: Path, *names: str) -> tuple[Path, list[str]]:
-    path = _find(folder, names)
-    return path, [line.strip() for line in read_lines(path)]
+def _read(path: Path, count: Callable[[Sequence[str]], int], published: str, expected: int) -> list[str]:
+    lines = [line.strip() for line in read_lines(path)]
+    if count(lines) != expected:
+        raise TextError(f"{path}: {count(lines):,} {published.format(f'{expected:,}')} there")
+    return lines
 
 
 def _matches(folder: Path, pattern: str) -> list[str]:
-    """Return the first group of every file name that matches, plain or compressed: sorted, each once."""
-    matches = (re.fullmatch(pattern + _COMPRESSED, path.name) for path in folder.iterdir())
+    """Return the first group of every file name that matches up to a suffix: sorted, each once."""
+    matches = (re.match(pattern, path.name) for path in folder.iterdir())
     return sorted({match[1] for match in matches if match})
 
 
 def _multi30k(folder: Path) -> tuple[Files, list[str]]:
-    languages = _matches(folder, r"train\.([a-z]{2})")
+    languages = _matches(folder, r"train\.([a-z]{2})\b")
     if len(languages) < 2:
         raise FileNotFoundError(
             f"{folder}: train.LANGUAGE (plain or compressed) of at least two languages is needed, found {languages}"
@@ -82,21 +78,19 @@ def _multi30k(folder: Path) -> tuple[Files, list[str]]:
     files = {}
     for name, expected in _MULTI30K_LINES.items():
         for language in languages:
-            path, lines = _read(folder, *(f"{stem}.{language}" for stem in _MULTI30K_FILES[name]))
-            if len(lines) != expected:
-                raise TextError(f"{path}: {len(lines):,} lines, but Multi30k has {expected:,} there")
-            files[f"{name}.{language}"] = lines
+            path = _find(folder, *(f"{stem}.{language}" for stem in _MULTI30K_FILES[name]))
+            files[f"{name}.{language}"] = _read(path, len, "lines, but Multi30k has {}", expected)
     return files, []
 
 
 def _europarl(folder: Path) -> tuple[Files, list[str]]:
-    pairs = _matches(folder, r"europarl-v7\.([a-z]{2}-[a-z]{2})\.[a-z]{2}")
+    pairs = _matches(folder, r"europarl-v7\.([a-z]{2}-[a-z]{2})\.[a-z]{2}\b")
     if len(pairs) != 1:
         raise FileNotFoundError(
             f"{folder}: europarl-v7.XX-en.XX and europarl-v7.XX-en.en of one language pair are needed, found {pairs}"
         )
     first, second = pairs[0].split("-")
-    source, target = (_find(folder, [f"europarl-v7.{pairs[0]}.{language}"]) for language in (first, second))
+    source, target = (_find(folder, f"europarl-v7.{pairs[0]}.{language}") for language in (first, second))
     corpus = read_parallel(source, target, "europarl")
     read = len(corpus) + corpus.dropped_empty
     warnings = []
@@ -110,87 +104,69 @@ def _europarl(folder: Path) -> tuple[Files, list[str]]:
 
 
 def _wikitext2(folder: Path) -> tuple[Files, list[str]]:
-    files = {}
-    for name, expected in _WIKITEXT_TOKENS.items():
-        path, lines = _read(folder, f"{name}.txt", f"wiki.{name}.tokens")
-        if (count := count_words(lines)) != expected:
-            raise TextError(f"{path}: {count:,} tokens with one <eos> a line, but WikiText-2 has {expected:,} there")
-        files[f"{name}.txt"] = lines
+    published = "tokens with one <eos> a line, but WikiText-2 has {}"
+    files = {
+        f"{name}.txt": _read(_find(folder, f"{name}.txt", f"wiki.{name}.tokens"), count_words, published, expected)
+        for name, expected in _WIKITEXT_TOKENS.items()
+    }
     return files, []
 
 
-_NOTICES = {
+# How each dataset is read, and its licence notice.
+_DATASETS: dict[str, tuple[Callable[[Path], tuple[Files, list[str]]], str]] = {
     "multi30k": (
+        _multi30k,
         "Multi30k is derived from Flickr30k captions and may be used for non-commercial research and education only. "
         "Cite Elliott et al. 2016 (Multi30K: Multilingual English-German Image Descriptions) and Elliott et al. 2017 "
-        "(Findings of the Second Shared Task on Multimodal Machine Translation)."
+        "(Findings of the Second Shared Task on Multimodal Machine Translation).",
     ),
     "europarl": (
+        _europarl,
         "Europarl v7 holds the proceedings of the European Parliament, whose reuse is allowed if the source is "
         "acknowledged; see https://www.statmt.org/europarl/. Cite Koehn 2005 (Europarl: A Parallel Corpus for "
-        "Statistical Machine Translation)."
+        "Statistical Machine Translation).",
     ),
     "wikitext2": (
+        _wikitext2,
         "WikiText-2 is text of Wikipedia under CC BY-SA: name the source, and share what you derive under the same "
-        "terms. Cite Merity et al. 2016 (Pointer Sentinel Mixture Models)."
+        "terms. Cite Merity et al. 2016 (Pointer Sentinel Mixture Models).",
     ),
 }
-_READERS: dict[str, Callable[[Path], tuple[Files, list[str]]]] = {
-    "multi30k": _multi30k,
-    "europarl": _europarl,
-    "wikitext2": _wikitext2,
-}
-DATASETS = tuple(_READERS)
+DATASETS = tuple(_DATASETS)
 
 
 def prepare(name: str, from_path: str | Path, to_folder: str | Path) -> DatasetReport:
-    """Check the files of a dataset in the folder `from_path` and write them as plain text into `to_folder`.
+    """Check the files of a dataset in the folder `from_path` and write them as plain text into a new folder.
 
     Nothing is printed: show ``str(report)``, which has the licence notice. Raises ``ValueError`` for an unknown name,
-    or a folder that is neither new, nor empty, nor a prepared dataset, ``FileNotFoundError`` if a file is missing, and
-    ``TextError`` if a file differs from the published one.
+    or a folder that is not empty, ``FileNotFoundError`` if a file is missing, and ``TextError`` if a file differs from
+    the published one.
     """
-    if name not in DATASETS:
-        raise ValueError(f"unknown dataset {name!r}; known are {', '.join(DATASETS)}")
+    check_value("dataset", name, str, choices=DATASETS)
     origin, folder = Path(from_path), Path(to_folder)
     if not origin.is_dir():
         raise FileNotFoundError(f"{origin}: no such folder; it must hold the files of {name}")
-    if folder.is_dir() and any(folder.iterdir()) and not _was_prepared(folder):
-        raise ValueError(f"{folder} is not empty, and no prepared dataset; choose an empty folder or a new one")
-    files, warnings = _READERS[name](origin)
-    report = DatasetReport(
-        name=name,
-        languages=sorted({file.partition(".")[2] for file in files} - {"txt"}),
-        lines={file: len(lines) for file, lines in files.items()},
-        notice=_NOTICES[name],
-        tokens={file: count_words(lines) for file, lines in files.items() if file.endswith(".txt")},
-        warnings=warnings,
-        folder=str(folder),
-    )
-    folder.mkdir(parents=True, exist_ok=True)
-    write_file(folder / _REPORT, _UNFINISHED)
-    for file, lines in files.items():
-        write_lines(folder / file, lines)
-    write_file(folder / _REPORT, _REPORTS.dump_json(report, indent=2, exclude={"folder"}))
-    return report
+    if folder.exists() and not (folder.is_dir() and not any(folder.iterdir())):
+        raise ValueError(f"{folder} is not empty; choose an empty folder or a new one")
+    read, notice = _DATASETS[name]
+    files, warnings = read(origin)
+    with new_folder(folder) as temporary:
+        for file, lines in files.items():
+            write_lines(temporary / file, lines)
+    counts = {file: len(lines) for file, lines in files.items()}
+    tokens = {file: count_words(lines) for file, lines in files.items() if file.endswith(".txt")}
+    return DatasetReport(name, folder, counts, tokens, warnings, notice)
 
 
-def _was_prepared(folder: Path) -> bool:
-    """Return whether `prepare` wrote the folder's dataset.json, which other programs may also write."""
-    try:
-        return (folder / _REPORT).read_bytes() == _UNFINISHED or _read_report(folder).name in DATASETS
-    except (FileNotFoundError, TextError):
-        return False
+def _prepared(folder: str | Path, *endings: str) -> list[list[Path]]:
+    """Return the files with these endings for training, validation and test.
 
-
-def _read_report(folder: Path) -> DatasetReport:
-    path = folder / _REPORT
-    if not path.is_file():
-        raise FileNotFoundError(f"{path}: no such file; make the folder with: fastformer data NAME --from PATH")
-    try:
-        return _REPORTS.validate_json(path.read_bytes())
-    except ValidationError as error:
-        raise TextError(f"{path}: damaged, or its preparation did not end; prepare the dataset again") from error
+    Raises ``FileNotFoundError`` for a missing file.
+    """
+    paths = [[Path(folder, f"{name}.{ending}") for ending in endings] for name in SPLITS]
+    if missing := [path for each in paths for path in each if not path.is_file()]:
+        raise FileNotFoundError(f"{missing[0]}: no such file; make the folder with: fastformer data NAME --from PATH")
+    return paths
 
 
 def open_dataset(
@@ -200,20 +176,13 @@ def open_dataset(
 
     limit: the most training pairs, the first ones; None: all. Europarl's are in random order.
 
-    Raises ``FileNotFoundError`` if the folder was not prepared, ``ValueError`` for a missing language, and
+    Raises ``FileNotFoundError`` for a folder without files of a language, ``ValueError`` for equal languages, and
     ``TextError`` if a file is damaged.
     """
-    languages = _read_report(Path(folder)).languages
-    if source_language == target_language or {source_language, target_language} - set(languages):
-        raise ValueError(
-            f"{folder}: the languages must be two different ones of {languages or 'none at all'}, "
-            f"got {source_language!r} and {target_language!r}"
-        )
-    corpora = []
-    for name in SPLITS:
-        source, target = (Path(folder, f"{name}.{language}") for language in (source_language, target_language))
-        corpora.append(read_parallel(source, target, name, limit if name == "train" else None))
-    train, valid, test = corpora
+    if source_language == target_language:
+        raise ValueError(f"the languages must be two different ones, not {source_language!r} twice")
+    pairs = zip(SPLITS, _prepared(folder, source_language, target_language), (limit, None, None), strict=True)
+    train, valid, test = (read_parallel(source, target, name, most) for name, (source, target), most in pairs)
     return train, valid, test
 
 
@@ -222,13 +191,11 @@ def open_text_dataset(
 ) -> tuple[TextCorpus, TextCorpus, TextCorpus]:
     """Read training, validation and test text of a prepared folder.
 
-    document: what counts as a document; None: an article. Raises ``FileNotFoundError`` if the folder was not prepared,
-    ``ValueError`` if it holds sentence pairs, and ``TextError`` if a file is damaged.
+    document: what counts as a document; None: an article. Raises ``FileNotFoundError`` for a folder without text, and
+    ``TextError`` if a file is damaged.
     """
-    report = _read_report(Path(folder))
-    if report.languages:
-        raise ValueError(
-            f"{folder}: holds {report.name}, sentence pairs; a language model needs text, such as wikitext2"
-        )
-    train, valid, test = (read_text(Path(folder, f"{name}.txt"), document or "article", name) for name in SPLITS)
+    paths = _prepared(folder, "txt")
+    train, valid, test = (
+        read_text(path, document or "article", name) for name, [path] in zip(SPLITS, paths, strict=True)
+    )
     return train, valid, test

@@ -8,12 +8,13 @@ the installed versions only.
 
 import ast
 import hashlib
-import importlib.util
 import os
 import sysconfig
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
+
+import torch
 
 from fastformer.settings import check_value
 
@@ -22,7 +23,6 @@ from .files import TextError
 
 _HELD_OUT = 5  # percent of the files for validation, and as many for test
 _SHORTEST = 8  # words; shorter docstrings are mostly "Return self." and the like
-_CLAUSE = ast.excepthandler | ast.match_case
 _SKIPPED_FOLDERS = {"site-packages", "test", "tests", "idlelib", "lib2to3", "__pycache__"}
 
 
@@ -41,7 +41,7 @@ def docstring_corpora(
     """
     check_value("size", size, int, at_least=1)
     roots = _installed() if roots is None else roots
-    corpora: dict[str, list[list[str]]] = {"train": [], "valid": [], "test": []}
+    corpora = {name: TextCorpus([], name) for name in ("train", "valid", "test")}
     seen: set[str] = set()
     remaining = size  # characters
     # In the order of their hashes, the first files are a sample of all of them.
@@ -52,24 +52,20 @@ def docstring_corpora(
         for text in _docstrings(path):
             if text not in seen and remaining > 0:
                 seen.add(text)
-                corpus.append([text])
+                corpus.documents.append([text])
                 remaining -= len(text)
         if remaining <= 0:
             break
-    if empty := [name for name, documents in corpora.items() if not documents]:
-        folders = ", ".join(map(str, roots.values())) or "no folder"
-        raise TextError(f"no docstring for {empty[0]} within {size:,} characters of {folders}; raise the size")
-    train, valid, test = (TextCorpus(documents, name) for name, documents in corpora.items())
-    return train, valid, test
+    for corpus in corpora.values():
+        if not corpus.documents:
+            folders = ", ".join(map(str, roots.values())) or "no folder"
+            raise TextError(f"no docstring for {corpus.name} within {size:,} characters of {folders}; raise the size")
+    return corpora["train"], corpora["valid"], corpora["test"]
 
 
 def _installed() -> dict[str, Path]:
-    """Return the folders of the standard library and of torch, without importing torch."""
-    roots = {"python": Path(sysconfig.get_paths()["stdlib"])}
-    spec = importlib.util.find_spec("torch")
-    if spec is not None and spec.origin is not None:
-        roots["torch"] = Path(spec.origin).parent
-    return roots
+    """Return the folders of the standard library and of torch."""
+    return {"python": Path(sysconfig.get_paths()["stdlib"]), "torch": Path(torch.__file__).parent}
 
 
 def _files(roots: dict[str, Path]) -> Iterator[tuple[str, Path]]:
@@ -90,16 +86,17 @@ def _docstrings(path: Path) -> Iterator[str]:
             tree = ast.parse(path.read_bytes())
     except (OSError, SyntaxError, ValueError, RecursionError):
         return
-    docstrings: list[tuple[int, str]] = []
-    # Statements only: expressions are most of the tree and contain no docstrings.
-    nodes: list[ast.AST] = [tree]
-    while nodes:
-        node = nodes.pop()
+    for node in _statements(tree):
         if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
             text = (ast.get_docstring(node, clean=False) or "").encode("utf-8", "ignore").decode()  # no surrogates
             words = text.replace("\0", " ").split()
             if len(words) >= _SHORTEST:
-                docstrings.append((getattr(node, "lineno", 0), " ".join(words)))
-        for name in ("body", "orelse", "handlers", "finalbody", "cases"):
-            nodes.extend(child for child in getattr(node, name, ()) if isinstance(child, ast.stmt | _CLAUSE))
-    yield from (text for _, text in sorted(docstrings))
+                yield " ".join(words)
+
+
+def _statements(node: ast.AST) -> Iterator[ast.AST]:
+    """Yield a node and all statements in it; expressions are most of a tree and contain no docstrings."""
+    yield node
+    for child in ast.iter_child_nodes(node):
+        if isinstance(child, ast.stmt | ast.excepthandler | ast.match_case):
+            yield from _statements(child)

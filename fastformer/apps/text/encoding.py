@@ -17,7 +17,6 @@ from fastformer.settings import check_value
 
 from .corpora import ParallelCorpus
 from .files import check_texts
-from .sentencepiece_tokenizer import SentencePieceTokenizer
 from .tokenizer import SpecialIds, Tokenizer
 
 _CHUNK = 10_000  # sentences encoded at a time, so that the lists of Python integers stay small
@@ -174,11 +173,9 @@ class EncodedDocuments:
 
 
 def encode_documents(texts: Sequence[str], tokenizer: Tokenizer) -> EncodedDocuments:
-    """Encode texts as one document each; documents without a token are dropped and counted.
-
-    Raises ``ValueError`` if none is left.
-    """
-    return _documents(_encode(texts, tokenizer), tokenizer)
+    """Encode texts as documents of one line each; see `encode_lines`."""
+    check_texts("lines", texts)
+    return encode_lines([[text] for text in texts], tokenizer)
 
 
 def encode_lines(documents: Sequence[Sequence[str]], tokenizer: Tokenizer) -> EncodedDocuments:
@@ -191,14 +188,11 @@ def encode_lines(documents: Sequence[Sequence[str]], tokenizer: Tokenizer) -> En
     ends = np.cumsum(np.fromiter(map(len, documents), np.int64, len(documents)))  # lines up to each document's end
     ends = _offsets(lengths)[ends]  # tokens up to there
     sizes = np.diff(ends, prepend=0) - 1  # the last eos belongs to the document
-    return _documents(Sequences(np.delete(ids, ends - 1).astype(np.int32), _offsets(sizes)), tokenizer)
-
-
-def _documents(documents: Sequences, tokenizer: Tokenizer) -> EncodedDocuments:
-    indices = np.flatnonzero(documents.lengths)
+    sequences = Sequences(np.delete(ids, ends - 1).astype(np.int32), _offsets(sizes))
+    indices = np.flatnonzero(sizes)
     if len(indices) == 0:
-        raise ValueError(f"none of the {len(documents):,} documents has a token")
-    return EncodedDocuments(documents.take(indices), tokenizer.special_ids, len(documents) - len(indices))
+        raise ValueError(f"none of the {len(sizes):,} documents has a token")
+    return EncodedDocuments(sequences.take(indices), tokenizer.special_ids, len(sizes) - len(indices))
 
 
 def encode_source(lines: Sequence[str], tokenizer: Tokenizer, max_length: int) -> tuple[Sequences, int]:
@@ -212,14 +206,8 @@ def encode_source(lines: Sequence[str], tokenizer: Tokenizer, max_length: int) -
 
 
 def _encode(lines: Sequence[str], tokenizer: Tokenizer, sampling: float | None = None) -> Sequences:
-    check_texts("lines", lines)
-    encode = tokenizer.encode_batch
-    if sampling is not None:
-        if not isinstance(tokenizer, SentencePieceTokenizer):
-            raise ValueError(f"sampling needs a SentencePieceTokenizer, not {type(tokenizer).__name__}")
-        encode = partial(tokenizer.sample_batch, alpha=sampling)
-    chunks = [
-        Sequences.from_lists(encode(lines[start : start + _CHUNK])) for start in range(0, max(len(lines), 1), _CHUNK)
-    ]
+    encode = tokenizer.encode_batch if sampling is None else partial(tokenizer.sample_batch, alpha=sampling)
+    starts = range(0, max(len(lines), 1), _CHUNK)
+    chunks = [Sequences.from_lists(encode(lines[start : start + _CHUNK])) for start in starts]
     lengths = np.concatenate([chunk.lengths for chunk in chunks])
     return Sequences(np.concatenate([chunk.ids for chunk in chunks]), _offsets(lengths))

@@ -6,27 +6,27 @@ occurs there, too; a file in which it is the only line end is an error, because 
 strictly: one wrong byte is an error that names its line, because a replaced character would enter the vocabulary.
 """
 
+import bz2
 import collections
-import importlib
+import gzip
 import json
 import lzma
-import re
 import zlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
 from fastformer.apps.system.files import naming, replacing, write_file
 
 _BYTE_ORDER_MARK = b"\xef\xbb\xbf"
-# The module that opens compressed files, by their first bytes, with which no text begins.
-_MODULES = {
-    rb"\x1f\x8b": "gzip",
-    rb"BZh[1-9]1AY&SY": "bz2",
-    rb"\xfd7zXZ\0": "lzma",
-    rb"\x28\xb5\x2f\xfd": "compression.zstd",
+# How compressed files are opened, by their first bytes, with which no text begins.
+_OPENERS: dict[bytes, tuple[str, Callable[..., Any]]] = {
+    b"\x1f\x8b": ("gzip", gzip.open),
+    b"\xfd7zXZ\0": ("xz", lzma.open),
+    **{b"BZh%d1AY&SY" % level: ("bzip2", bz2.open) for level in range(1, 10)},
 }
-COMPRESSED = (".gz", ".bz2", ".xz", ".zst")
+_ZSTANDARD = b"\x28\xb5\x2f\xfd"
+COMPRESSED = (".gz", ".bz2", ".xz")
 
 
 class TextError(ValueError):
@@ -39,21 +39,20 @@ def iterate_lines(path: str | Path) -> Iterator[str]:
     The file may be a pipe, such as a shell's process substitution.
     """
     path = Path(path)
-    module, line = None, None
+    format, line = "", None
     try:
         with path.open("rb") as file:
             start = file.peek(10)
-            module = next((name for pattern, name in _MODULES.items() if re.match(pattern, start)), None)
-            source = importlib.import_module(module).open(file) if module else file
-            for line in lines_of(source, str(path)):
+            if start.startswith(_ZSTANDARD):
+                raise TextError(f"{path}: Zstandard is not read; unpack the file: zstd -d {path.name}")
+            format, opener = next((o for magic, o in _OPENERS.items() if start.startswith(magic)), ("", iter))
+            for line in lines_of(opener(file), str(path)):
                 yield line
     except FileNotFoundError:
         raise FileNotFoundError(f"{path}: no such file") from None
-    except ImportError:
-        raise TextError(f"{path}: Zstandard needs Python 3.14; unpack the file: zstd -d {path.name}") from None
     except (EOFError, OSError, zlib.error, lzma.LZMAError) as error:
-        if module and getattr(error, "errno", None) is None:
-            raise TextError(f"{path}: not a complete {module} file ({error})") from error
+        if format and getattr(error, "errno", None) is None:
+            raise TextError(f"{path}: not a complete {format} file ({error})") from error
         raise TextError(f"{path}: cannot be read ({getattr(error, 'strerror', error)})") from error
     if line is None:
         raise TextError(f"{path}: the file is empty")
@@ -101,7 +100,7 @@ def checked_lines(path: Path) -> Iterator[str]:
 def read_lines(path: str | Path) -> list[str]:
     r"""Return the lines of a UTF-8 file, plain or compressed, without line ends; a byte order mark is dropped.
 
-    The file may be compressed by gzip, bzip2 or xz, and with Python 3.14 by Zstandard.
+    The file may be compressed by gzip, bzip2 or xz.
 
     Raises ``FileNotFoundError`` if there is no such file, and ``TextError`` for a folder, an empty file, a broken
     archive, and a line that is not UTF-8 or holds a NUL (the sign of UTF-16).

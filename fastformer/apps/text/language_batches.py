@@ -43,39 +43,21 @@ class Pieces:
         return int(self.lengths.sum())
 
 
-def cut_documents(documents: EncodedDocuments, context: int) -> Pieces:
+def cut_documents(documents: EncodedDocuments, context: int, first_id: int | None = None) -> Pieces:
     """Put bos and eos around every document and cut it into pieces of at most `context` predictions, in order.
 
-    Raises ``ValueError`` if `context` is below 1.
+    first_id: an id in place of bos, such as eos, which stands before the first line of a stream. Raises ``ValueError``
+    if `context` is below 1.
     """
-    special = documents.special_ids
-    stream, lengths = documents.documents.with_special(first=special.bos_id, last=special.eos_id)
-    # bos is not predicted.
-    return _cut(stream.astype(np.int32), np.cumsum(lengths) - lengths, lengths - 1, context)
-
-
-def token_stream(documents: EncodedDocuments) -> NDArray[np.int32]:
-    """Return the documents one after another, each with its end of line: int32 [N]."""
-    return documents.documents.with_special(last=documents.special_ids.eos_id)[0].astype(np.int32)
-
-
-def cut_stream(documents: EncodedDocuments, context: int) -> Pieces:
-    """Cut the stream of all documents into windows of at most `context` predictions, in order.
-
-    The first token is predicted from an end of line, which stands in for the beginning. Raises as `cut_documents`.
-    """
-    stream = np.concatenate([np.array([documents.special_ids.eos_id], np.int32), token_stream(documents)])
-    return _cut(stream, np.zeros(1, np.int64), np.array([len(stream) - 1]), context)
-
-
-def _cut(stream: NDArray[np.int32], first: Ints, predictions: Ints, context: int) -> Pieces:
-    """Cut the documents of a stream, which begin at `first` and have `predictions` each, both int64 [documents]."""
     check_value("context", context, int, at_least=1)
-    counts = -(-predictions // context)  # [documents]
-    start, _ = ranges(np.zeros_like(counts), counts)  # of each window in its document
-    start *= context
-    lengths = np.minimum(context, np.repeat(predictions, counts) - start)
-    return Pieces(stream, np.repeat(first, counts) + start, lengths)
+    special = documents.special_ids
+    first_id = special.bos_id if first_id is None else first_id
+    stream, lengths = documents.documents.with_special(first=first_id, last=special.eos_id)
+    predictions = lengths - 1
+    counts = -(-predictions // context)  # pieces of each document
+    begins = context * ranges(np.zeros_like(counts), counts)[0]  # of each piece in its document
+    starts = np.repeat(np.cumsum(lengths) - lengths, counts) + begins
+    return Pieces(stream.astype(np.int32), starts, np.minimum(context, np.repeat(predictions, counts) - begins))
 
 
 def collate_pieces(pieces: Pieces, indices: Ints) -> LanguageBatch:
@@ -97,16 +79,14 @@ class LanguageBatches(EpochBatches[LanguageBatch]):
     def __init__(
         self, documents: EncodedDocuments, *, context: int, tokens: int, seed: int = 0, shuffle: bool = True
     ) -> None:
-        super().__init__(seed, shuffle)
-        if len(documents) == 0:
-            raise ValueError("there are no documents to make batches of")
         self.pieces = cut_documents(documents, context)
+        super().__init__(len(self.pieces), seed, shuffle)
         if tokens < context:
             raise ValueError(f"tokens={tokens} is less than context={context}: a batch must hold at least one piece")
         self.context, self.tokens = context, tokens
 
     def _plan(self, random: np.random.Generator) -> list[Ints]:
-        order = self._order(random, len(self.pieces))
+        order = self._order(random)
         return np.split(order, cuts_by_tokens(self.pieces.lengths[None, order], self.tokens))
 
     def _collate(self, indices: Ints) -> LanguageBatch:
@@ -124,19 +104,18 @@ class ColumnBatches(EpochBatches[LanguageBatch]):
     """
 
     def __init__(self, documents: EncodedDocuments, *, columns: int, context: int) -> None:
-        super().__init__(shuffle=False)
         check_value("columns", columns, int, at_least=1)
         check_value("context", context, int, at_least=1)
-        stream = token_stream(documents)
+        stream = documents.documents.with_special(last=documents.special_ids.eos_id)[0].astype(np.int32)
         rows = len(stream) // columns
         if rows < 2:
             raise ValueError(f"columns={columns} is too many for {len(stream):,} tokens: each column needs two")
+        super().__init__(rows - 1, shuffle=False)
         self.table = stream[: rows * columns].reshape(columns, rows)  # [columns, L]
         self.context = context
 
     def _plan(self, random: np.random.Generator) -> list[Ints]:
-        rows = np.arange(self.table.shape[1] - 1)
-        return np.split(rows, range(self.context, len(rows), self.context))
+        return np.split(self._order(random), range(self.context, self._count, self.context))
 
     def _collate(self, rows: Ints) -> LanguageBatch:
         windows = (self.table[:, i : i + len(rows)] for i in (rows[0], rows[0] + 1))

@@ -11,9 +11,9 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from .files import TextError, check_texts, encode_text, read_json
+from .files import TextError, encode_text, read_json
 from .sentencepiece_tokenizer import open_model
-from .tokenizer import MODEL_FILE, PIECES_FILE, SpecialIds, Tokenizer, json_bytes, read_stored, write_tokenizer
+from .tokenizer import MODEL_FILE, PIECES_FILE, SpecialIds, Tokenizer, json_bytes, read_stored
 
 _CODE = re.compile(r">>.*?<<|", re.DOTALL)
 _SPACE = "\u2581"
@@ -49,33 +49,27 @@ class MarianTokenizer(Tokenizer):
     def size(self) -> int:
         return len(self.words)
 
-    def encode_batch(self, lines: Sequence[str]) -> list[list[int]]:
-        """Return the ids of every line, by sentencepiece's threads."""
-        check_texts("lines", lines)
+    def _encode(self, lines: Sequence[str]) -> list[list[int]]:
         codes = [_CODE.match(line)[0] for line in lines]  # type: ignore[index]
-        pieces = self._processor.encode(
-            [line[len(code) :] for code, line in zip(codes, lines, strict=True)], out_type=str
-        )
+        texts = [line.removeprefix(code) for code, line in zip(codes, lines, strict=True)]
         return [
-            [self._ids.get(piece, self.unk_id) for piece in ([code, *each] if code else each)]
-            for code, each in zip(codes, pieces, strict=True)
+            [self._ids.get(piece, self.unk_id) for piece in ([code, *pieces] if code else pieces)]
+            for code, pieces in zip(codes, self._processor.encode(texts, out_type=str), strict=True)
         ]
 
     def decode(self, ids: Iterable[int]) -> str:
         """Return the detokenised text; padding and eos are dropped, unk shows as U+2047 between spaces."""
-        text: str = self._processor.decode(self.pieces(self.special_ids.drop(int(i) for i in ids)))
+        text: str = self._processor.decode(self.pieces(self.special_ids.drop(ids)))
         return text.replace(_SPACE, " ").strip()  # sentencepiece leaves U+2581 in pieces of the other side
 
     def pieces(self, ids: Iterable[int]) -> list[str]:
         return [self.words[int(i)] for i in ids]
 
-    def save(self, folder: str | Path) -> None:
-        files = {MODEL_FILE: self.model, PIECES_FILE: json_bytes(self.words)}
-        write_tokenizer(folder, {"kind": self.kind, "size": self.size}, files)
+    def _stored(self) -> tuple[dict[str, Any], dict[str, bytes]]:
+        return {"size": self.size}, {MODEL_FILE: self.model, PIECES_FILE: json_bytes(self.words)}
 
     @classmethod
     def load(cls, folder: Path, content: Any) -> "MarianTokenizer":
-        """Load a tokenizer that `save` wrote; `content` is that of tokenizer.json."""
         model, words = (read_stored(folder, name, content) for name in (MODEL_FILE, PIECES_FILE))
         return cls(model, json.loads(words))
 

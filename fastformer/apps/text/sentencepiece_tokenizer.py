@@ -17,18 +17,7 @@ import sentencepiece
 from fastformer.settings import check_value
 
 from .files import TextError, check_texts, encode_text
-from .tokenizer import (
-    BOS,
-    EOS,
-    MODEL_FILE,
-    PAD,
-    TOKENIZER_FILE,
-    UNK,
-    SpecialIds,
-    Tokenizer,
-    read_stored,
-    write_tokenizer,
-)
+from .tokenizer import BOS, EOS, MODEL_FILE, PAD, TOKENIZER_FILE, UNK, SpecialIds, Tokenizer, read_stored
 
 ModelType = Literal["unigram", "bpe", "char", "word"]
 # Training of unigram models is quadratic in a line, 18 s of CPU for 200,000 characters, so long lines are divided; no
@@ -59,22 +48,21 @@ class SentencePieceTokenizer(Tokenizer):
     kind = "sentencepiece"
 
     def __init__(self, model: bytes, lowercase: bool = False) -> None:
-        self.model, self.lowercase = model, check_value("lowercase", lowercase, bool)
+        self.model = model
         self._processor = processor = open_model(model)
         try:
             special_ids = SpecialIds(processor.unk_id(), processor.pad_id(), processor.bos_id(), processor.eos_id())
         except ValueError as error:
             raise TextError(f"the sentencepiece model lacks a special symbol: {error}") from None
-        super().__init__(special_ids)
+        super().__init__(special_ids, lowercase)
 
     @property
     def size(self) -> int:
         return int(self._processor.get_piece_size())
 
-    def encode_batch(self, lines: Sequence[str]) -> list[list[int]]:
+    def _encode(self, lines: Sequence[str]) -> list[list[int]]:
         """Return the ids of every line, by sentencepiece's threads; `<pad>` and the like are plain characters."""
-        check_texts("lines", lines)
-        ids: list[list[int]] = self._processor.encode([line.lower() if self.lowercase else line for line in lines])
+        ids: list[list[int]] = self._processor.encode(list(lines))
         return ids
 
     def sample_batch(self, lines: Sequence[str], alpha: float) -> list[list[int]]:
@@ -83,9 +71,8 @@ class SentencePieceTokenizer(Tokenizer):
         alpha: the share of merges that BPE leaves out; or the exponent of the probabilities of a unigram model, whose
         draws are the more uniform, the smaller it is.
         """
-        texts = [line.lower() if self.lowercase else line for line in lines]
         ids: list[list[int]] = self._processor.encode(
-            texts, enable_sampling=True, nbest_size=-1, alpha=alpha, num_threads=1
+            list(self._prepared(lines)), enable_sampling=True, nbest_size=-1, alpha=alpha, num_threads=1
         )
         return ids
 
@@ -97,16 +84,14 @@ class SentencePieceTokenizer(Tokenizer):
     def pieces(self, ids: Iterable[int]) -> list[str]:
         return [self._processor.id_to_piece(int(i)) for i in ids]
 
-    def save(self, folder: str | Path) -> None:
+    def _stored(self) -> tuple[dict[str, Any], dict[str, bytes]]:
         settings = {"special_ids": vars(self.special_ids), "lowercase": self.lowercase, "size": self.size}
-        write_tokenizer(folder, {"kind": self.kind, **settings}, {MODEL_FILE: self.model})
+        return settings, {MODEL_FILE: self.model}
 
     @classmethod
     def load(cls, folder: Path, content: Any) -> "SentencePieceTokenizer":
-        """Load a tokenizer that `save` wrote; `content` is that of tokenizer.json."""
-        special_ids = SpecialIds(**content["special_ids"])
         tokenizer = cls(read_stored(folder, MODEL_FILE, content), content["lowercase"])
-        if tokenizer.special_ids != special_ids:
+        if tokenizer.special_ids != SpecialIds(**content["special_ids"]):
             raise TextError(f"{MODEL_FILE}: its special ids {tokenizer.special_ids} are not those of {TOKENIZER_FILE}")
         return tokenizer
 
@@ -140,9 +125,6 @@ def train_sentencepiece(
     check_value("model_type", model_type, str, choices=get_args(ModelType))
     check_value("vocabulary_size", vocabulary_size, int, at_least=5)  # four special symbols and a piece
     check_value("character_coverage", character_coverage, float, at_least=0.98, at_most=1)
-    check_value("lowercase", lowercase, bool)
-    if symbols and model_type == "word":
-        raise ValueError("symbols are for model_type unigram, bpe and char; in a word model, every word is one piece")
     special_ids = (special_ids or SpecialIds()).distinct()
     if (highest := max(special_ids.names())) >= vocabulary_size:
         raise ValueError(f"special id {highest} is beyond vocabulary_size {vocabulary_size}")
@@ -154,14 +136,10 @@ def train_sentencepiece(
         "model_type": model_type,
         "character_coverage": character_coverage,
         "num_threads": threads,
-        # The default, 4,192 bytes, silently skips longer lines.
-        "max_sentence_length": max(4192, longest + 1),
+        "max_sentence_length": max(4192, longest + 1),  # sentencepiece silently skips lines beyond its default
         "minloglevel": _SILENT,
         "user_defined_symbols": [symbol.lower() if lowercase else symbol for symbol in symbols],
-        "unk_piece": UNK,
-        "pad_piece": PAD,
-        "bos_piece": BOS,
-        "eos_piece": EOS,
+        **{"unk_piece": UNK, "pad_piece": PAD, "bos_piece": BOS, "eos_piece": EOS},
         **vars(special_ids),
     }
     segments = [each for text in texts for each in _LINE_SEGMENT.findall(_LONG_WORD.sub(r"\g<0> ", text))]

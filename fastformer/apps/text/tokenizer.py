@@ -8,8 +8,9 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from fastformer.apps.system.files import write_file
+from fastformer.settings import check_value
 
-from .files import TextError
+from .files import TextError, check_texts
 
 UNK, PAD, BOS, EOS = "<unk>", "<pad>", "<bos>", "<eos>"
 TOKENIZER_FILE, MODEL_FILE, PIECES_FILE = "tokenizer.json", "sentencepiece.model", "vocabulary.json"
@@ -30,18 +31,17 @@ class SpecialIds:
     eos_id: int = 3
 
     def __post_init__(self) -> None:
-        ids = vars(self).values()
-        if any(type(i) is not int or i < 0 for i in ids) or len({*ids}) < 3 + (self.pad_id != self.bos_id):
-            self._refuse()
+        self._check(3 if self.pad_id == self.bos_id else 4)
 
-    def _refuse(self) -> None:
-        values = ", ".join(f"{name}={value!r}" for name, value in vars(self).items())
-        raise ValueError(f"special ids must be four distinct integers >= 0, got {values}")
+    def _check(self, distinct: int) -> None:
+        ids = vars(self)
+        if any(type(i) is not int or i < 0 for i in ids.values()) or len({*ids.values()}) < distinct:
+            values = ", ".join(f"{name}={value!r}" for name, value in ids.items())
+            raise ValueError(f"special ids must be four distinct integers >= 0, got {values}")
 
     def distinct(self) -> "SpecialIds":
         """Return the ids for a vocabulary to be learned; raises ``ValueError`` if `pad_id` equals `bos_id`."""
-        if self.pad_id == self.bos_id:
-            self._refuse()
+        self._check(4)
         return self
 
     def names(self) -> dict[int, str]:
@@ -51,7 +51,7 @@ class SpecialIds:
     def drop(self, ids: Iterable[int]) -> list[int]:
         """Return the ids without padding, bos and eos; unk stays, because it stands for a word."""
         silent = {self.pad_id, self.bos_id, self.eos_id}
-        return [i for i in ids if i not in silent]
+        return [i for i in map(int, ids) if i not in silent]
 
 
 class Tokenizer:
@@ -59,12 +59,13 @@ class Tokenizer:
 
     Attributes:
         special_ids: the special ids; also as `unk_id`, `pad_id`, `bos_id` and `eos_id`.
+        lowercase: whether text is lower-cased before it is encoded.
     """
 
     kind: ClassVar[str]
 
-    def __init__(self, special_ids: SpecialIds) -> None:
-        self.special_ids = special_ids
+    def __init__(self, special_ids: SpecialIds, lowercase: bool = False) -> None:
+        self.special_ids, self.lowercase = special_ids, check_value("lowercase", lowercase, bool)
         self.unk_id, self.pad_id = special_ids.unk_id, special_ids.pad_id
         self.bos_id, self.eos_id = special_ids.bos_id, special_ids.eos_id
 
@@ -79,6 +80,17 @@ class Tokenizer:
 
     def encode_batch(self, lines: Sequence[str]) -> list[list[int]]:
         """Return the ids of every line as `encode` does, faster."""
+        return self._encode(self._prepared(lines))
+
+    def sample_batch(self, lines: Sequence[str], alpha: float) -> list[list[int]]:
+        """Return ids of pieces drawn at random; see `SentencePieceTokenizer.sample_batch`."""
+        raise ValueError(f"sampling needs a SentencePieceTokenizer, not {type(self).__name__}")
+
+    def _prepared(self, lines: Sequence[str]) -> Sequence[str]:
+        check_texts("lines", lines)
+        return [line.lower() for line in lines] if self.lowercase else lines
+
+    def _encode(self, lines: Sequence[str]) -> list[list[int]]:
         raise NotImplementedError
 
     def decode(self, ids: Iterable[int]) -> str:
@@ -90,18 +102,23 @@ class Tokenizer:
         raise NotImplementedError
 
     def save(self, folder: str | Path) -> None:
-        """Write the tokenizer's files into the folder, which is created if it does not exist."""
+        """Write the tokenizer into a folder, which is created if it does not exist: tokenizer.json is last."""
+        folder = Path(folder)
+        folder.mkdir(parents=True, exist_ok=True)
+        content, files = self._stored()
+        for name, data in files.items():
+            write_file(folder / name, data)
+            content[_CHECKSUMS[name]] = hashlib.sha256(data).hexdigest()
+        write_file(folder / TOKENIZER_FILE, json_bytes({"kind": self.kind, **content}))
+
+    def _stored(self) -> tuple[dict[str, Any], dict[str, bytes]]:
+        """Return the settings for tokenizer.json, and the content of other files by name."""
         raise NotImplementedError
 
-
-def write_tokenizer(folder: str | Path, content: dict[str, Any], files: dict[str, bytes]) -> None:
-    """Write a tokenizer's files, then tokenizer.json with `content` and the SHA-256 of each file."""
-    folder = Path(folder)
-    folder.mkdir(parents=True, exist_ok=True)
-    for name, data in files.items():
-        write_file(folder / name, data)
-        content[_CHECKSUMS[name]] = hashlib.sha256(data).hexdigest()
-    write_file(folder / TOKENIZER_FILE, json_bytes(content))
+    @classmethod
+    def load(cls, folder: Path, content: Any) -> "Tokenizer":
+        """Load a tokenizer that `save` wrote; `content` is that of tokenizer.json."""
+        raise NotImplementedError
 
 
 def read_stored(folder: Path, name: str, content: Any) -> bytes:

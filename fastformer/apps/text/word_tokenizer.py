@@ -16,7 +16,7 @@ from typing import Any, Literal, get_args
 from fastformer.settings import check_value
 
 from .files import TextError, check_texts, encode_text
-from .tokenizer import UNK, SpecialIds, Tokenizer, write_tokenizer
+from .tokenizer import UNK, SpecialIds, Tokenizer
 
 Splitting = Literal["punctuation", "whitespace"]
 SPLITTINGS: tuple[Splitting, ...] = get_args(Splitting)
@@ -68,9 +68,8 @@ class WordTokenizer(Tokenizer):
         lowercase: bool = False,
         splitting: Splitting = "punctuation",
     ) -> None:
-        super().__init__(special_ids or SpecialIds())
+        super().__init__(special_ids or SpecialIds(), lowercase)
         self.words = list(words)
-        self.lowercase = check_value("lowercase", lowercase, bool)
         self.splitting = check_value("splitting", splitting, str, choices=SPLITTINGS)
         encode_text("".join(self.words), "a word")  # so that the table can be saved
         names = self.special_ids.names()
@@ -102,11 +101,10 @@ class WordTokenizer(Tokenizer):
         check_value("maximum_size", maximum_size, int | None, above=4)  # four special symbols
         special_ids = (special_ids or SpecialIds()).distinct()
         names = special_ids.names()
-        counts = Counter(word for line in lines for word in _split(line, lowercase, splitting))
-        for name in names.values():
-            counts.pop(name, None)
+        texts = (line.lower() if lowercase else line for line in lines)
+        counts = Counter(word for text in texts for word in _split(text, splitting))
         ranked = sorted(counts.items(), key=lambda item: (-item[1], item[0]))
-        words = [word for word, count in ranked if count >= minimum_frequency]
+        words = [word for word, count in ranked if count >= minimum_frequency and word not in names.values()]
         if maximum_size is not None:
             words = words[: maximum_size - len(names)]
         if not words:
@@ -121,15 +119,9 @@ class WordTokenizer(Tokenizer):
     def size(self) -> int:
         return len(self.words)
 
-    def split(self, text: str) -> list[str]:
-        """Split a text into words, as before encoding."""
-        return _split(text, self.lowercase, self.splitting)
-
-    def encode_batch(self, lines: Sequence[str]) -> list[list[int]]:
-        """Return the ids of every line; unknown words give `unk_id`."""
-        check_texts("lines", lines)
+    def _encode(self, lines: Sequence[str]) -> list[list[int]]:
         ids, unk = self._ids, self.unk_id
-        return [[ids.get(word, unk) for word in self.split(line)] for line in lines]
+        return [[ids.get(word, unk) for word in _split(line, self.splitting)] for line in lines]
 
     def decode(self, ids: Iterable[int]) -> str:
         """Return the detokenised text; padding, bos and eos are dropped, unk shows as `<unk>`."""
@@ -139,16 +131,14 @@ class WordTokenizer(Tokenizer):
     def pieces(self, ids: Iterable[int]) -> list[str]:
         return [self.words[i] for i in ids]
 
-    def save(self, folder: str | Path) -> None:
+    def _stored(self) -> tuple[dict[str, Any], dict[str, bytes]]:
         settings = {"lowercase": self.lowercase, "splitting": self.splitting, "words": self.words}
-        write_tokenizer(folder, {"kind": self.kind, "special_ids": vars(self.special_ids), **settings}, {})
+        return {"special_ids": vars(self.special_ids), **settings}, {}
 
     @classmethod
     def load(cls, folder: Path, content: Any) -> "WordTokenizer":
-        """Load a tokenizer that `save` wrote; `content` is that of tokenizer.json."""
         return cls(content["words"], SpecialIds(**content["special_ids"]), content["lowercase"], content["splitting"])
 
 
-def _split(text: str, lowercase: bool, splitting: Splitting) -> list[str]:
-    text = text.lower() if lowercase else text
+def _split(text: str, splitting: Splitting) -> list[str]:
     return split_words(text) if splitting == "punctuation" else text.split()

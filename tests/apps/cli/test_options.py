@@ -6,7 +6,6 @@ that applies must be read by something else than the checks, and saved. One that
 
 import dataclasses
 import functools
-import json
 import sys
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -22,7 +21,7 @@ from fastformer.apps.language.run import LanguageRun
 from fastformer.apps.runs.application import Application
 from fastformer.apps.runs.run import Run
 from fastformer.apps.settings import unmet
-from fastformer.apps.text import DatasetReport, docstring_corpora, number_corpus, write_lines
+from fastformer.apps.text import docstring_corpora, number_corpus, write_lines
 from fastformer.apps.translation.run import TranslationRun
 
 CPU = SimpleNamespace(hardware="a CPU", processes="one process")
@@ -84,16 +83,10 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
     corpora = number_corpus("fr", 80, 12, 12)
     pairs = {f"{c.name}.{end}": lines for c in corpora for end, lines in (("en", c.source), ("fr", c.target))}
     text = {f"{c.name}.txt": c.source for c in corpora}
-    tokens = {name: sum(len(line.split()) + 1 for line in lines) for name, lines in text.items()}
-    for to, contents, languages, counts in (
-        (folder / "pairs", pairs, ["en", "fr"], {}),
-        (folder / "text", {k: ["= A =", "", *v] for k, v in text.items()}, [], {k: v + 5 for k, v in tokens.items()}),
-    ):
+    for to, contents in (folder / "pairs", pairs), (folder / "text", {k: ["= A =", "", *v] for k, v in text.items()}):
         to.mkdir()
         for name, lines in contents.items():
             write_lines(to / name, lines)
-        report = DatasetReport("mine", languages, {k: len(v) for k, v in contents.items()}, "", counts)
-        (to / "dataset.json").write_text(json.dumps(dataclasses.asdict(report)))
     for name, lines in pairs.items():
         write_lines(folder / name, lines)
     return folder

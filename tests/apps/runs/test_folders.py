@@ -112,12 +112,12 @@ def europarl(folder: Path) -> Path:
     return write(folder, {f"europarl-v7.fr-en.{language}": lines for language in ("fr", "en")})
 
 
-@pytest.mark.parametrize("files", [{"train.en": "mine"}, {"dataset.json": '{"name": "my own"}'}, {"notes": "mine"}])
-def test_a_dataset_takes_no_folder_that_holds_something_else(tmp_path: Path, files: dict[str, str]) -> None:
-    origin, folder = europarl(tmp_path / "from"), write(tmp_path / "to", files)
-    for target in (folder, origin):
+def test_a_dataset_takes_only_a_new_or_an_empty_folder(tmp_path: Path) -> None:
+    origin, notes = europarl(tmp_path / "from"), write(tmp_path / "notes", {"notes": "mine"})
+    prepare("europarl", origin, tmp_path / "prepared")
+    for target in (notes, origin, tmp_path / "prepared"):
         before = contents(target)
-        with pytest.raises(ValueError, match="is not empty, and no prepared dataset"):
+        with pytest.raises(ValueError, match="is not empty; choose an empty folder or a new one"):
             prepare("europarl", origin, target)
         assert contents(target) == before
 

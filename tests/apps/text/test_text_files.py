@@ -1,16 +1,18 @@
-"""Lines, aligned pairs and splits: what is read is what is in the file, and bad input is one clear line."""
+"""Lines, pairs and splits: what is read is what is in the file, bad input is one line, files are replaced at once."""
 
 import bz2
 import gzip
-import importlib.util
 import io
 import lzma
 import os
+from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from fastformer.apps.cli.console import check_output
+from fastformer.apps.system.files import write_file
 from fastformer.apps.text import ParallelCorpus, TextError, files, read_lines, read_parallel, split, write_lines
 from fastformer.apps.text.files import write_texts
 
@@ -19,8 +21,6 @@ SEPARATORS = "\x0b\x0c\x1c\x1d\x1e\x85\u2028\u2029"
 
 
 COMPRESSIONS = {"gz": gzip.compress, "bz2": bz2.compress, "xz": lzma.compress}
-if importlib.util.find_spec("compression"):
-    COMPRESSIONS["zst"] = importlib.import_module("compression.zstd").compress
 
 
 @pytest.mark.parametrize(
@@ -53,9 +53,10 @@ BAD_FILES = {
     "latin1": (b"ok\ncaf\xe9\nok\n", r"latin1:2: not valid UTF-8 \(byte 0xe9\)"),
     "cut_character": (b"ok\nok\n\xc3", "cut_character:3: not valid UTF-8"),
     "utf16": ("ab\ncd".encode("utf-16-le"), "utf16:1: a NUL character"),
+    "packed.zst": (bytes.fromhex("28b52ffd2003190000610a62"), r"packed\.zst: Zstandard is not read; unpack .* zstd -d"),
     "cr": (b"\xef\xbb\xbfa\rb\rc\r", r"cr: its lines end with CR alone; convert it"),
-    "cut.bz2": (bz2.compress(b"a line\n" * 100)[:-9], "cut.bz2: not a complete bz2 file"),
-    "flipped.xz": (lzma.compress(b"a line\n" * 100)[:-8] + b"\0" * 8, "flipped.xz: not a complete lzma file"),
+    "cut.bz2": (bz2.compress(b"a line\n" * 100)[:-9], "cut.bz2: not a complete bzip2 file"),
+    "flipped.xz": (lzma.compress(b"a line\n" * 100)[:-8] + b"\0" * 8, "flipped.xz: not a complete xz file"),
     "cut.gz": (gzip.compress(b"a line\n" * 100)[:-9], "cut.gz: not a complete gzip file"),
     "garbage.gz": (gzip.compress(b"a line\n")[:10] + b"\xff" * 20, "garbage.gz: not a complete gzip file"),
 }
@@ -76,14 +77,6 @@ def test_a_stream_of_lines_that_end_with_cr_is_named(beyond_a_part):
     data = b"a line\r" * ((1 << 18) if beyond_a_part else 3)
     with pytest.raises(TextError, match="standard input: its lines end with CR alone"):
         list(files.lines_of(io.BytesIO(data), "standard input"))
-
-
-@pytest.mark.skipif("zst" in COMPRESSIONS, reason="this Python reads it")
-@pytest.mark.parametrize("name", ["packed.zst", "packed"])
-def test_zstandard_is_named_where_python_cannot_read_it(tmp_path, name):
-    (tmp_path / name).write_bytes(bytes.fromhex("28b52ffd2003190000610a62"))  # of b"a\nb"
-    with pytest.raises(TextError, match=f"{name}: Zstandard needs Python 3.14; unpack the file: zstd -d {name}"):
-        read_lines(tmp_path / name)
 
 
 def test_missing_file_and_folder(tmp_path):
@@ -178,3 +171,44 @@ def test_texts_go_through_a_pipe(tmp_path):
     write_texts(tmp_path / "pipe", ["eins", "zwei"])
     assert os.read(reader, 100) == b"eins\nzwei\n"
     os.close(reader)
+
+
+def test_a_failed_write_keeps_the_old_file(tmp_path, monkeypatch):
+    path = tmp_path / "file"
+    write_file(path, b"old")
+
+    def full_disk(descriptor):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("fastformer.apps.system.files.os.fsync", full_disk)
+    with pytest.raises(OSError, match="No space left"):
+        write_file(path, b"new")
+    assert path.read_bytes() == b"old"
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def test_an_error_names_the_file_and_not_its_temporary_name(tmp_path):
+    with pytest.raises(FileNotFoundError) as caught:
+        write_file(tmp_path / "missing" / "file", b"new")
+    assert caught.value.filename == str(tmp_path / "missing" / "file")
+
+
+def test_a_file_that_may_not_be_written_is_refused(tmp_path, monkeypatch):
+    (tmp_path / "file").write_bytes(b"old")
+    monkeypatch.setattr(os, "access", lambda path, mode: Path(path).name != "file")  # root may write everything
+    for write in (lambda path: check_output(path, run=tmp_path / "run"), lambda path: write_file(path, b"new")):
+        with pytest.raises(PermissionError, match="cannot be written"):
+            write(tmp_path / "file")
+    assert (tmp_path / "file").read_bytes() == b"old"
+
+
+@pytest.mark.skipif(not os.path.exists("/proc/self/fd"), reason="names of open files")
+def test_an_open_file_is_appended_to(tmp_path):
+    """As with `--output /dev/stdout >> log`."""
+    (tmp_path / "log").write_bytes(b"earlier\n")
+    with (tmp_path / "log").open("ab") as file:
+        for folder in ("/dev/fd", "/proc/self/fd"):
+            write_lines(f"{folder}/{file.fileno()}", ["lines"])
+            write_texts(f"{folder}/{file.fileno()}", ["texts"])
+        file.write(b"later\n")
+    assert (tmp_path / "log").read_bytes() == b"earlier\n" + b"lines\ntexts\n" * 2 + b"later\n"

@@ -96,7 +96,7 @@ torch-%:  ## every test with another torch and the Triton that it brings, such a
 
 lowest:  ## what depends on the numbers of torch, oneDNN and MKL, with the oldest code that each has, and another seed
 	ATEN_CPU_CAPABILITY=default ONEDNN_MAX_CPU_ISA=SSE41 MKL_CBWR=COMPATIBLE $(PYTHON) -m pytest --seed 1 \
-	  tests/ground/test_noise.py tests/kernels/test_fused_*.py tests/nn/test_fused_*.py tests/nn/test_layers.py tests/nn/test_stacks.py tests/nn/test_multihead_attention.py \
+	  tests/functional/test_noise.py tests/kernels/test_fused_*.py tests/nn/test_fused_*.py tests/nn/test_layers.py tests/nn/test_stacks.py tests/nn/test_multihead_attention.py \
 	  -k "noise or modules or layers or stacks or multihead or values or infinity or curve"
 
 # TORCH says where a build of torch for CPUs is: those of the registry bring the CUDA libraries, for Linux.

@@ -17,11 +17,11 @@ BLANK = "nn/test_padding_values.py::test_attention"
 ALONE = "functional/test_packed_attention.py::test_packed_attention_equals_each_sequence_alone"
 LOSS = "functional/test_linear_cross_entropy.py::test_values_and_gradients_are_those_of_the_formula"
 FORWARD = "functional/test_feed_forward.py::test_values_and_gradients_are_those_of_the_formula"
-OBSTACLE = "nn/test_padding_free_obstacles.py::test_a_module_that_may_mix_tokens_gets_the_padded_batch"
+OBSTACLE = "nn/test_running_padded.py::test_a_module_that_may_mix_tokens_gets_the_padded_batch"
 HOOKS = "nn/test_layers.py::test_hooks_and_replaced_methods_are_called"
-ORDER = "nn/cache/test_steps.py::test_random_orders_of_steps_and_changes_of_rows"
-CHANGED = "nn/cache/test_fast_path.py::test_a_layer_that_is_modified_between_two_steps"
-LATER = "nn/options/test_options_set_later.py::"
+ORDER = "nn/test_cache.py::test_random_orders_of_steps_and_changes_of_rows"
+CHANGED = "nn/test_fast_path.py::test_a_layer_that_is_modified_between_two_steps"
+LATER = "nn/test_options.py::"
 ATTENTION = "nn/test_multihead_attention.py::"
 CHECKPOINTS = "apps/train/test_train_checkpoints.py::"
 ON_DISK = CHECKPOINTS + "test_every_file_is_on_the_disk_before_a_name_points_to_it"
@@ -32,7 +32,7 @@ READ_ONCE = "functional/test_sdpa.py::test_a_mask_is_read_once_until_it_changes"
 COPIES = "host/test_autocast.py::test_modules_hold_copies_within_the_forward_pass_alone"
 WARM_UP = "functional/test_warm_up.py::test_kernels_are_not_started_and_the_model_is_restored"
 REPORT = "nn/test_conversion.py::test_the_report_says_why_a_stack_runs_padded"
-CALLED = "nn/test_torch_calls.py::test_a_hook_gets_torchs_arguments"
+CALLED = "nn/test_running_padded.py::test_a_hook_gets_torchs_arguments"
 REDUCED = "nn/test_layers.py::test_dropout_of_one_submodule_in_training_mode"
 RESUMED = "apps/train/test_train_resume.py::test_a_run_interrupted_anywhere_and_resumed_equals_the_uninterrupted_one"
 
@@ -45,9 +45,9 @@ ROWS: dict[str, list[tuple[str, str, str]]] = {
          "nn/test_padding_free.py::test_gradients_of_each_sequence_by_vmap"),
     ],
     "backend": [
-        ("return thread.backend or ", "return ", "ground/test_backend.py::test_context_beats_set_backend_and_nests"),
+        ("return thread.backend or ", "return ", "functional/test_backend.py::test_context_beats_set_backend_and_nests"),
         ("class _Thread(threading.local):", "class _Thread:",
-         "ground/test_backend.py::test_the_context_belongs_to_one_thread_and_the_setting_to_all"),
+         "functional/test_backend.py::test_the_context_belongs_to_one_thread_and_the_setting_to_all"),
     ],
     "host/autocast": [
         (" and p.requires_grad and ", " and ", COPIES),
@@ -81,11 +81,11 @@ ROWS: dict[str, list[tuple[str, str, str]]] = {
         ("buffer.copy_(value)", "pass", WARM_UP),
     ],
     "functional/choice": [
-        ("rules.dropout_p == 1.0 or ", "", "functional/test_dispatch.py::test_auto_leaves_plain_calls_to_sdpa"),
+        ("rules.dropout_p == 1.0 or ", "", "functional/test_backend.py::test_auto_leaves_plain_calls_to_sdpa"),
         ("if torch.are_deterministic_algorithms_enabled() or ", "if ",
-         "functional/test_dispatch.py::test_the_backend_and_determinism_decide_first"),
+         "functional/test_backend.py::test_the_backend_and_determinism_decide_first"),
         ("dtype = product_dtype(q)\n", "dtype = q.dtype\n",
-         "functional/test_dispatch.py::test_autocast_decides_by_the_dtype_that_it_computes_in"),
+         "functional/test_backend.py::test_autocast_decides_by_the_dtype_that_it_computes_in"),
     ],
     "nn/modules": [
         ("if not isinstance(activation, nn.Module) or not plain(activation, nn.ReLU, nn.GELU):",
@@ -102,14 +102,14 @@ ROWS: dict[str, list[tuple[str, str, str]]] = {
         ("padded.narrow(1 if batch_first else 0, 0, layout.columns)",
          "padded.narrow(1 if batch_first else 0, 1, layout.columns)", PACK),
         ("(self.origin.diff() != 1)", "(self.origin.diff() > 2)",
-         "nn/options/test_layers_with_options.py::"
+         "nn/test_options.py::"
          "test_packed_sequences_with_gaps_are_refused_where_positions_count"),
         ("self.columns, 1) == self.positions).all()", "self.columns, 1) == self.positions).any()",
          LATER + "test_packed_cross_attention_by_position_refuses_padding_on_the_left"),
         ("if cached_other is not other:", "if key not in self._memory:",
          "packing/test_packing.py::test_a_layout_forgets_other_layouts_and_is_freed_at_once"),
         ("torch.int64, copy=True)", "torch.int64)",
-         "functional/test_kept_tensors.py::test_a_layout_copies_its_lengths"),
+         "functional/test_all_ops.py::test_a_layout_copies_its_lengths"),
         ("if total > MOST_TOKENS:", "if False:",
          "functional/test_arguments.py::test_wrong_lengths_and_masks_of_a_layout_are_refused_by_name"),
     ],
@@ -134,11 +134,11 @@ ROWS: dict[str, list[tuple[str, str, str]]] = {
         ("x.repeat_interleave(heads // x.shape[1], 1)", "x.repeat(1, heads // x.shape[1], 1, 1)", VALUES),
         ("scale = q.shape[-1] ** -0.5 if scale is None else scale", "scale = q.shape[-1] ** -0.5", VALUES),
         ("return x.is_cpu and product_dtype(x) in _SIXTEEN_BITS", "return False",
-         "functional/test_attention_in_fp16.py::test_16_bits_are_as_accurate_as_in_sdpa"),
+         "functional/test_numerics.py::test_16_bits_are_as_accurate_as_in_sdpa"),
         ("_SIXTEEN_BITS = (torch.float16, torch.bfloat16)", "_SIXTEEN_BITS = (torch.bfloat16,)",
-         "functional/test_attention_in_fp16.py::test_16_bits_are_as_accurate_as_in_sdpa"),
+         "functional/test_numerics.py::test_16_bits_are_as_accurate_as_in_sdpa"),
         ("if dtype == torch.float16 or (q.is_cpu and dtype in _SIXTEEN_BITS):", "if False:",
-         "functional/test_attention_in_fp16.py::test_scores_beyond_the_numbers_of_fp16"),
+         "functional/test_numerics.py::test_scores_beyond_the_numbers_of_fp16"),
         ("weights = drop(weights, rules.dropout_p)", "pass",
          "functional/test_attention.py::test_dropout_of_the_weights"),
         ("weights = weights.masked_fill(dead, 0.0)", "pass", VALUES),
@@ -196,7 +196,7 @@ ROWS: dict[str, list[tuple[str, str, str]]] = {
         ("if has_own_hooks(layer) and not is_sharded(layer):", "if has_own_hooks(layer):",
          "nn/test_wrappers.py::test_layers_that_gather_their_own_parameters_run_packed"),
         ("everywhere = \"layers.0 has hooks\" if has_global_hooks() else called", "everywhere = called",
-         "nn/test_torch_calls.py::test_hooks_of_all_modules_get_torchs_arguments"),
+         "nn/test_running_padded.py::test_hooks_of_all_modules_get_torchs_arguments"),
         ('reasons.setdefault("called", f"{where} has hooks")', "pass", OBSTACLE),
         ("if kind not in TOKEN_WISE and kind not in known:", "if False:", OBSTACLE),
         ('return f" normalises over {len(shape)} dimensions" if len(shape) > 1 else None', "return None", OBSTACLE),
@@ -204,7 +204,7 @@ ROWS: dict[str, list[tuple[str, str, str]]] = {
         ("if not changed and len(", "if len(", HOOKS),
         ('changed = hooks or state.get("_backward_pre_hooks") or "forward" in state', "changed = hooks", HOOKS),
         ("if len(orders) > 1:", "if False:",
-         "nn/test_torch_calls.py::test_layers_that_differ_in_the_order_of_dimensions"),
+         "nn/test_running_padded.py::test_layers_that_differ_in_the_order_of_dimensions"),
     ],
     "nn/layers": [
         ("functional.dropout(self.x, self.dropout.p if self.dropout.training else 0.0)", "self.x",
@@ -221,7 +221,7 @@ ROWS: dict[str, list[tuple[str, str, str]]] = {
          "nn/test_layers.py::test_a_subclass_that_overrides_blocks_is_honoured"),
         ('if unmodified.issuperset(("linear1", "dropout", "linear2")) else None', "", HOOKS),
         ("dtype = _autocast_dtype(x) if reader in unmodified else None", "dtype = _autocast_dtype(x)",
-         "nn/test_carried_sums.py::test_a_hooked_linear_layer_sees_the_norm_in_torchs_dtype"),
+         "nn/test_stacks.py::test_hooks_of_a_pre_norm_stack_are_called_with_tensors_in_torchs_dtype"),
     ],
     "nn/packed_input": [
         ("return x if hidden is None else x.masked_fill(hidden, 0.0)", "return x",
@@ -229,7 +229,7 @@ ROWS: dict[str, list[tuple[str, str, str]]] = {
         ("return x.masked_fill(hidden & ~x.isfinite(), 0.0)", "return x",
          "nn/test_padding_values.py::test_a_stack_that_runs_padded"),
         ("padding.clone() if", "padding if",
-         "nn/test_padding_free_obstacles.py::"
+         "nn/test_running_padded.py::"
          "test_a_mask_that_changes_before_backward_where_hooks_keep_the_padding"),
         (" and not bool(mask.tril().any())", "", "nn/test_padding_free.py::test_encoder"),
         ("return None if bool(((padding != 0) & ~hidden).any()) else hidden", "return hidden",
@@ -241,11 +241,11 @@ ROWS: dict[str, list[tuple[str, str, str]]] = {
         (" or (from_start and not layout.starts_rows)", "",
          LATER + "test_cross_attention_counts_positions_in_columns"),
         ("(counts_positions and layout.has_gaps) or ", "",
-         "nn/options/test_layers_with_options.py::test_padding_changes_nothing"),
+         "nn/test_options.py::test_padding_changes_nothing"),
     ],
     "nn/cache": [
         ("x[:, :, first:last].masked_fill_(forgotten[:, None, :, None], 0.0)", "pass",
-         "nn/cache/test_fast_path.py::test_nan_in_cropped_tokens_reaches_no_output"),
+         "nn/test_fast_path.py::test_nan_in_cropped_tokens_reaches_no_output"),
         ("written += [x for layer_cache in self.layers for x in layer_cache.memory or ()]", "pass", ORDER),
         ("memory_lengths = memory_lengths.index_select(0, chosen)", "pass", ORDER),
         ("count if layout is None else layout.lengths", "count", ORDER),
@@ -256,9 +256,9 @@ ROWS: dict[str, list[tuple[str, str, str]]] = {
         (" or type(out_proj) not in OUT_PROJECTIONS or has_own_hooks(out_proj):",
          " or type(out_proj) not in OUT_PROJECTIONS:", CHANGED),
         (" or attention.softcap is not None", "",
-         "nn/options/test_layers_with_options.py::test_steps_equal_the_whole"),
+         "nn/test_options.py::test_steps_equal_the_whole"),
         ("if layer.norm_first else _norm(norm, x + step(x))", "",
-         "nn/cache/test_steps.py::test_every_kind_of_layer"),
+         "nn/test_cache.py::test_every_kind_of_layer"),
         ('if len(plain_parts(layer, layer.part_types)) != len(modules) - ("activation" in modules):', "if False:",
          CHANGED),
     ],
@@ -269,28 +269,28 @@ ROWS: dict[str, list[tuple[str, str, str]]] = {
         ("memory = memory.unpack() if isinstance(memory, PackedInput) else memory", "pass", CALLED),
         ("own = masks[0]._replace(is_causal=masks[0].is_causal is True)", "own = masks[0]", CALLED),
         ('if cache.stack_id != self.__dict__.get("_stack_id"):', "if False:",
-         "nn/cache/test_refusals.py::test_the_cache_of_another_stack_of_the_same_shape_is_refused"),
+         "nn/test_cache.py::test_the_cache_of_another_stack_of_the_same_shape_is_refused"),
     ],
     "nn/multihead_attention": [
-        ("weights = weights.mean(1)", "weights = weights.sum(1)", ATTENTION + "test_every_option"),
+        ("weights = weights.mean(1)", "weights = weights.sum(1)", ATTENTION + "test_every_option_with_every_mask"),
         (" and not extra and not learns", " and not learns",
          ATTENTION + "test_is_causal_leaves_the_extra_keys_open"),
         ("not extra and not learns", "not extra", ATTENTION + "test_is_causal"),
     ],
     "nn/position_bias": [
-        ("torch.where(i > power, i - power - 0.5, i)", "i", "nn/options/test_positions.py::test_alibi_of_the_paper"),
+        ("torch.where(i > power, i - power - 0.5, i)", "i", "nn/test_positions.py::test_alibi_of_the_paper"),
         ("(distance > 0) * buckets", "(distance >= 0) * buckets",
-         "nn/options/test_positions.py::test_buckets_of_the_paper"),
+         "nn/test_positions.py::test_buckets_of_the_paper"),
     ],
     "nn/rotary": [
         ("frequencies / self.scaling", "frequencies * self.scaling",
-         "nn/options/test_positions.py::test_a_share_and_a_scale"),
+         "nn/test_positions.py::test_a_share_and_a_scale"),
     ],
     "nn/conversion": [
         ("if converted and not padding_free:", "if not padding_free:", REPORT),
         ('obstacle = stack.obstacle() if stack.padding_free else "padding_free is False"', "obstacle = None", REPORT),
         ('elif getattr(module, "differs", False):', "elif False:",
-         LATER + "test_an_option_set_later_is_not_lost_to_torch"),
+         LATER + "test_an_option_that_is_set_later_counts_and_is_not_lost_to_torch"),
         ('return "quantised"', "return None",
          "nn/test_conversion.py::test_quantised_parts_are_called_as_they_are"),
         ("(*DROP_INS.values(), skipping(before))", "(*DROP_INS.values(),)",

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 import fastformer
 from tests.support.closeness import assert_same, random
-from tests.support.masks import ahead, left, minus_infinity, right
+from tests.support.masks import ahead, left, right
 
 D, H, FF, B, T, S = 6, 3, 7, 3, 5, 4
 LAYERS = ("TransformerEncoderLayer", "TransformerDecoderLayer")
@@ -89,31 +89,3 @@ PADDING = {
     "a column of padding": (right([3, 2, 1], T), right([3, 3, 2], S)),
     "none": (right([5, 5, 5], T), right([4, 4, 4], S)),
 }
-MASKS = ("padding", "causal", "causal hint", "3-D and padding", "hint and padding")
-
-
-def arguments_for(kind, masks, additive):
-    """Return torch's arguments for a form of masks; no query is left without keys."""
-    typed = minus_infinity if additive else lambda mask: mask
-    padding, memory_padding = typed(right([3, 5, 5], T)), typed(right([4, 1, 4], S))
-    causal = typed(AHEAD)
-    heads = causal[None].repeat(B * H, 1, 1)
-    memory_mask = torch.rand(T, S) < 0.4
-    memory_mask[:, 0] = False
-    own = "mask" if kind == "TransformerEncoder" else "src_mask"
-    encoder = {
-        "padding": {"src_key_padding_mask": padding},
-        "causal": {own: causal},
-        "causal hint": {own: causal, "is_causal": True},
-        "3-D and padding": {own: heads, "src_key_padding_mask": padding},
-        "hint and padding": {own: causal, "src_key_padding_mask": padding, "is_causal": True},
-    }
-    both = {"tgt_key_padding_mask": padding, "memory_key_padding_mask": memory_padding}
-    decoder = {
-        "padding": both,
-        "causal": {"tgt_mask": causal, "memory_mask": typed(memory_mask)},
-        "causal hint": {"tgt_mask": causal, "tgt_is_causal": True},
-        "3-D and padding": {"tgt_mask": heads, "memory_key_padding_mask": memory_padding},
-        "hint and padding": {"tgt_mask": causal, **both, "tgt_is_causal": True},
-    }
-    return (encoder if "Encoder" in kind else decoder)[masks]

@@ -9,7 +9,8 @@ import torch.nn.functional as F
 from torch import nn
 
 import fastformer
-from tests.nn.layer_cases import FF, LAYERS, MASKS, B, D, T, Twice, arguments_for, check, inputs_for, twins
+from tests.nn.layer_cases import FF, LAYERS, B, D, T, Twice, check, inputs_for, twins
+from tests.support.all_pairs import all_pairs
 from tests.support.closeness import assert_close, random
 from tests.support.masks import right
 
@@ -44,30 +45,14 @@ SETTINGS = {
 }
 
 
-@both_kinds
-@both_orders
-@pytest.mark.parametrize("name", SETTINGS)
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
-def test_every_setting(kind, norm_first, name, dtype):
+@pytest.mark.parametrize(
+    ("name", "kind", "norm_first", "dtype"), all_pairs(SETTINGS, LAYERS, [True, False], [torch.float64, torch.float32])
+)
+def test_every_setting(name, kind, norm_first, dtype):
     ours, torchs = twins(kind, dtype, norm_first=norm_first, **SETTINGS[name])
-    inputs = inputs_for(kind, "batch" not in name, dtype)
-    for training in (True, False):
-        check(ours.train(training), torchs.train(training), inputs)
-
-
-@both_kinds
-@pytest.mark.parametrize("masks", MASKS)
-@pytest.mark.parametrize("additive", [False, True])
-@pytest.mark.parametrize("batch_first", [True, False])
-def test_every_mask(kind, masks, additive, batch_first):
-    ours, torchs = twins(kind, batch_first=batch_first, norm_first=batch_first)
-    check(ours, torchs, inputs_for(kind, batch_first), **arguments_for(kind, masks, additive))
-
-
-@both_kinds
-def test_unbatched_input(kind):
-    ours, torchs = twins(kind)
-    check(ours, torchs, inputs_for(kind, batched=False))
+    for inputs in (inputs_for(kind, "batch" not in name, dtype), inputs_for(kind, dtype=dtype, batched=False)):
+        for training in (True, False):
+            check(ours.train(training), torchs.train(training), inputs)
 
 
 @both_kinds
@@ -118,12 +103,21 @@ def test_copies_and_pickles_keep_the_activation(kind):
     assert all(isinstance(layer.activation, Twice) for layer in stack.layers)
 
 
-@pytest.mark.parametrize("kind", [*LAYERS, "Transformer"])
-def test_initial_values_names_and_repr_are_torchs(kind):
+CONSTRUCTED = [
+    *((kind, {"dim_feedforward": 16}) for kind in (*LAYERS, "Transformer")),
+    *(
+        ("MultiheadAttention", options)
+        for options in ({}, {"kdim": 4, "vdim": 9}, {"add_bias_kv": True, "bias": False})
+    ),
+]
+
+
+@pytest.mark.parametrize(("kind", "settings"), CONSTRUCTED, ids=str)
+def test_initial_values_names_and_repr_are_torchs(kind, settings):
     made = []
     for library in (fastformer, nn):
         torch.manual_seed(3)
-        made.append(getattr(library, kind)(8, 2, dim_feedforward=16))
+        made.append(getattr(library, kind)(8, 2, dropout=0.1, **settings))
     ours, torchs = (module.state_dict() for module in made)
     assert list(ours) == list(torchs)
     assert all(torch.equal(ours[name], value) for name, value in torchs.items())
@@ -166,11 +160,6 @@ def replace_forward(child):
     child.forward = lambda *args, **kwargs: doubled(child, args, before(*args, **kwargs))
 
 
-class Doubling(nn.Linear):
-    def forward(self, x):
-        return 2 * super().forward(x)
-
-
 CHANGES = {
     "pre-hook": lambda child: child.register_forward_pre_hook(lambda module, args: (args[0].cos(), *args[1:])),
     "hook": lambda child: child.register_forward_hook(doubled),
@@ -178,11 +167,11 @@ CHANGES = {
 }
 
 
-@both_kinds
-@both_orders
-@pytest.mark.parametrize("change", CHANGES)
-@pytest.mark.parametrize("part", ["linear1", "linear2", "dropout", "norm1", "norm2", "dropout1", "self_attn"])
-def test_hooks_and_replaced_methods_are_called(kind, norm_first, part, change):
+PARTS = ["linear1", "linear2", "dropout", "norm1", "norm2", "dropout1", "self_attn"]
+
+
+@pytest.mark.parametrize(("part", "change", "kind", "norm_first"), all_pairs(PARTS, CHANGES, LAYERS, [True, False]))
+def test_hooks_and_replaced_methods_are_called(part, change, kind, norm_first):
     """In inference, too, where torch's fast path would skip them."""
     ours, torchs = twins(kind, norm_first=norm_first, nhead=2)
     inputs = inputs_for(kind)
@@ -198,8 +187,7 @@ def test_hooks_and_replaced_methods_are_called(kind, norm_first, part, change):
 
 
 @both_kinds
-@pytest.mark.parametrize("grad", [True, False])
-def test_hooks_of_the_last_projection_of_attention_are_called(kind, grad):
+def test_hooks_of_the_last_projection_of_attention_are_called(kind):
     """torch reads its weight and calls no hook."""
     ours, torchs = twins(kind, nhead=2)
     inputs = inputs_for(kind)
@@ -209,26 +197,9 @@ def test_hooks_of_the_last_projection_of_attention_are_called(kind, grad):
             parameter.mul_(2)
     expected = torchs(*inputs).detach()
     torch.backends.mha.set_fastpath_enabled(True)
-    with torch.set_grad_enabled(grad):
-        assert_close(ours.train(grad)(*inputs).detach(), expected)
-
-
-@both_kinds
-@both_orders
-@pytest.mark.parametrize("replaced", ["norm1", "norm2", "linear1", "linear2"])
-def test_replaced_parts_are_called(kind, norm_first, replaced):
-    ours, torchs = twins(kind, norm_first=norm_first, nhead=2)
-    for module in (ours, torchs):
-        if "norm" in replaced:
-            setattr(module, replaced, nn.RMSNorm(D, dtype=torch.float64))
-        else:
-            module.get_submodule(replaced).__class__ = Doubling
-            nn.utils.parametrizations.weight_norm(module.get_submodule(replaced))
-    inputs = inputs_for(kind)
-    check(ours, torchs, inputs)
-    torch.backends.mha.set_fastpath_enabled(True)
-    with torch.no_grad():
-        assert_close(ours.eval()(*inputs), torchs.train()(*inputs))
+    for grad in (True, False):
+        with torch.set_grad_enabled(grad):
+            assert_close(ours.train(grad)(*inputs).detach(), expected)
 
 
 def test_torchs_stack_around_our_layer_computes_the_same_in_every_mode():

@@ -7,6 +7,7 @@ from torch import nn
 import fastformer
 from fastformer.packing import Layout, pack, unpack
 from tests.nn.layer_cases import AHEAD, B, D, H, T, check, twins
+from tests.support.all_pairs import all_pairs
 from tests.support.closeness import assert_close, assert_same, gradients, random
 from tests.support.masks import minus_infinity, right
 
@@ -44,60 +45,55 @@ def inputs_for(kind, module, dtype=torch.float64, batched=True):
     return query, key, make(T if key is query else S, module.vdim) if value is None else value
 
 
-# One tensor cannot have two widths.
-KINDS = [
-    (kind, option)
-    for kind in ("self", "memory", "key is query", "all different")
-    for option in OPTIONS
-    if kind == "all different" or "vdim" not in option
-]
+KINDS = ("self", "memory", "key is query", "all different")
 
 
-@pytest.mark.parametrize(("kind", "option"), KINDS)
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
-def test_every_option(kind, option, dtype):
-    ours, torchs = attention(dtype, **OPTIONS[option])
-    for need_weights, average in ((True, True), (True, False), (False, True)):
-        inputs = inputs_for(kind, ours, dtype)
-        check(ours, torchs, inputs, need_weights=need_weights, average_attn_weights=average)
+def padding(additive, keys, dtype):
+    mask = torch.stack([torch.arange(keys) >= 2, torch.arange(keys) < 1, torch.zeros(keys).bool()])
+    return minus_infinity(mask, dtype) + torch.randn(B, keys, dtype=dtype) if additive else mask
 
 
-def padding(additive):
-    mask = torch.stack([torch.arange(S) >= 2, torch.arange(S) < 1, torch.zeros(S).bool()])
-    return minus_infinity(mask) + torch.randn(B, S, dtype=torch.float64) if additive else mask
-
-
-def pairs(T, S, additive, rows=None):
+def pairs(T, S, additive, rows=None, dtype=torch.float64):
     shape = (T, S) if rows is None else (rows, T, S)
     mask = torch.rand(shape) < 0.4
     mask[..., 1] = False  # the second key is open to all and never padding: no query is left without keys
-    return minus_infinity(mask) + torch.randn(shape, dtype=torch.float64) if additive else mask
+    return minus_infinity(mask, dtype) + torch.randn(shape, dtype=dtype) if additive else mask
 
 
-@pytest.mark.parametrize("key_padding", [None, "bool", "float"])
-@pytest.mark.parametrize("attn", [None, "bool 2", "bool 3", "float 2", "float 3", "learned 3"])
-@pytest.mark.parametrize("option", ["default", "bias_kv and zero_attn, batch first", "kdim and vdim"])
-@pytest.mark.parametrize("need_weights", [True, False])
-def test_every_mask(key_padding, attn, option, need_weights):
-    ours, torchs = attention(**OPTIONS[option])
-    arguments = {"need_weights": need_weights}
-    if key_padding:
-        arguments["key_padding_mask"] = padding(key_padding == "float")
-    if attn:
-        kind, dims = attn.split()
-        mask = pairs(T, S, kind != "bool", B * H if dims == "3" else None)
-        arguments["attn_mask"] = mask.requires_grad_(kind == "learned")
-    check(ours, torchs, inputs_for("all different", ours), **arguments)
+KEY_PADDING = [None, "bool", "float"]
+MASKS = [None, "bool 2", "bool 3", "float 2", "float 3", "learned 3"]
+WEIGHTS = [(True, True), (True, False), (False, True)]  # need_weights, average_attn_weights
 
 
-@pytest.mark.parametrize("need_weights", [True, False])
 @pytest.mark.parametrize(
-    ("key_padding", "mask_kind"),
-    # torch takes the hint in place of a mask that learns where no keys are padding, and gives it no gradient.
-    [(None, "bool"), (None, "float"), *((x, y) for x in ("bool", "learned") for y in ("bool", "float", "learned"))],
+    ("option", "attn", "kind", "key_padding", "weights", "dtype"),
+    all_pairs(OPTIONS, MASKS, KINDS, KEY_PADDING, WEIGHTS, [torch.float64, torch.float32]),
+    ids=str,
 )
-@pytest.mark.parametrize("batch_first", [True, False])
-def test_is_causal(need_weights, key_padding, mask_kind, batch_first):
+def test_every_option_with_every_mask(option, attn, kind, key_padding, weights, dtype):
+    """One tensor cannot have two widths: where they differ, all inputs do."""
+    ours, torchs = attention(dtype, **OPTIONS[option])
+    inputs = inputs_for("all different" if "vdim" in option else kind, ours, dtype)
+    keys = inputs[1].shape[1 if ours.batch_first else 0]
+    arguments = {"need_weights": weights[0], "average_attn_weights": weights[1]}
+    if key_padding:
+        arguments["key_padding_mask"] = padding(key_padding == "float", keys, dtype)
+    if attn:
+        mask_kind, dims = attn.split()
+        mask = pairs(T, keys, mask_kind != "bool", B * H if dims == "3" else None, dtype)
+        arguments["attn_mask"] = mask.requires_grad_(mask_kind == "learned")
+    check(ours, torchs, inputs, **arguments)
+
+
+# torch takes the hint in place of a mask that learns where no keys are padding, and gives it no gradient.
+CAUSAL = [(None, "bool"), (None, "float"), *((x, y) for x in ("bool", "learned") for y in ("bool", "float", "learned"))]
+
+
+@pytest.mark.parametrize(
+    ("masks", "need_weights", "batch_first"), all_pairs(CAUSAL, [True, False], [True, False]), ids=str
+)
+def test_is_causal(masks, need_weights, batch_first):
+    key_padding, mask_kind = masks
     ours, torchs = attention(batch_first=batch_first)
     arguments = {"attn_mask": AHEAD if mask_kind == "bool" else minus_infinity(AHEAD), "is_causal": True}
     arguments["attn_mask"].requires_grad_(mask_kind == "learned")
@@ -123,11 +119,11 @@ def test_is_causal_leaves_the_extra_keys_open(options, need_weights, stated):
         assert_close(weights, expected_weights)
 
 
-@pytest.mark.parametrize("kind", ["self", "all different"])
-@pytest.mark.parametrize("batch_first", [True, False])
-@pytest.mark.parametrize("masks", ["none", "key_padding", "2", "3"])
-@pytest.mark.parametrize("need_weights", [True, False])
-def test_unbatched(kind, batch_first, masks, need_weights):
+@pytest.mark.parametrize(
+    ("masks", "kind", "batch_first", "need_weights"),
+    all_pairs(["none", "key_padding", "2", "3"], ["self", "all different"], [True, False], [True, False]),
+)
+def test_unbatched(masks, kind, batch_first, need_weights):
     ours, torchs = attention(batch_first=batch_first, add_zero_attn=True)
     inputs = inputs_for(kind, ours, batched=False)
     keys = len(inputs[1])
@@ -153,9 +149,9 @@ def test_sizes_of_one_and_zero(sizes):
             assert_close(out, torchs(query, key, key, need_weights=need_weights)[0])
 
 
-@pytest.mark.parametrize("need_weights", [True, False])
 @pytest.mark.parametrize("form", ["bool padding", "float padding", "bool attn", "float attn"])
-def test_a_query_without_keys_gives_the_output_bias_alone(need_weights, form):
+@pytest.mark.parametrize("need_weights", [True, False])
+def test_a_query_without_keys_gives_the_output_bias_alone(form, need_weights):
     ours, torchs = attention(batch_first=True)
     x = random(B, T, D)
     of_keys = "padding" in form
@@ -199,18 +195,6 @@ def test_packed_is_padded_on_real_tokens(lengths, form, kdim):
 def test_packed_refuses_the_extra_keys(option):
     with pytest.raises(ValueError, match="add_bias_kv and add_zero_attn must be False"):
         attention(**{option: True})[0].packed(random(2, D), Layout.from_lengths([2]))
-
-
-@pytest.mark.parametrize("settings", OPTIONS.values(), ids=list(OPTIONS))
-def test_constructor_initial_values_and_checkpoints_are_torchs(settings):
-    made = []
-    for library in (fastformer, nn):
-        torch.manual_seed(3)
-        made.append(library.MultiheadAttention(D, H, dropout=0.1, **settings))
-    ours, torchs = made
-    assert list(ours.state_dict()) == list(torchs.state_dict())
-    assert all(torch.equal(ours.state_dict()[name], value) for name, value in torchs.state_dict().items())
-    assert repr(ours) == repr(torchs)
 
 
 def test_dropout_is_of_the_weights_and_the_weights_returned_are_those_applied():

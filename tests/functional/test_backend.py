@@ -1,9 +1,16 @@
-"""Which implementation takes an attention call on a GPU, decided on fake tensors by the name of the GPU."""
+"""Which implementation takes a call: by request, in threads, under torch.compile, and of attention on each GPU.
+
+Calls on a GPU are decided on fake tensors by the name of the GPU.
+"""
+
+import subprocess
+import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 from torch._subclasses import FakeTensorMode
 
 import fastformer
@@ -15,8 +22,9 @@ from fastformer.functional.attention import op
 from fastformer.functional.preferences import Preference
 from fastformer.packing import Layout
 from tests.kernels.norm_cases import cuda_autocast
-
-pytestmark = pytest.mark.skipif(not choice._TRITON, reason="without Triton the reference takes every call")
+from tests.support.fused_calls import CALLS as OP_CALLS
+from tests.support.fused_calls import leaves
+from tests.support.python import python
 
 NVIDIA = ["sm_80", "sm_86", "sm_89", "sm_90", "sm_100", "sm_120"]
 B, H, T, K = 2, 4, 24, 64
@@ -25,6 +33,8 @@ B, H, T, K = 2, 4, 24, 64
 @pytest.fixture
 def run(monkeypatch):
     """Return a function that calls another one on fake tensors of a GPU, and returns what ran it."""
+    if not choice._TRITON:
+        pytest.skip("without Triton the reference takes every call")
     taken = []
 
     def fused(q, *_: object) -> tuple[Tensor, None]:
@@ -104,10 +114,10 @@ CALLS = {
 }
 
 
-@pytest.mark.parametrize("name", CALLS)
-def test_auto_leaves_plain_calls_to_sdpa(name, run):
-    arguments, expected = CALLS[name]
-    assert {target: run(target, lambda: attend(**arguments)) for target in NVIDIA} == dict.fromkeys(NVIDIA, expected)
+@pytest.mark.parametrize("target", NVIDIA)
+def test_auto_leaves_plain_calls_to_sdpa(target, run):
+    found = {name: run(target, lambda name=name: attend(**CALLS[name][0])) for name in CALLS}
+    assert found == {name: expected for name, (_, expected) in CALLS.items()}
 
 
 @pytest.mark.parametrize("target", ["sm_75", "gfx942", "gfx1201"])
@@ -233,12 +243,129 @@ def test_explain_says_what_sdpa_takes_and_why(monkeypatch):
         assert "layer_norm: triton" in auto
 
 
-def test_each_row_of_preferences_can_be_reached():
-    for row in preferences.PREFERENCES:
-        for architecture in row.architectures:
-            found = {
-                preferences.preference(architecture, dtype, use, row.largest_head, row.longest or 1)
-                for dtype in row.dtypes
-                for use in row.uses
-            }
-            assert row in found
+X = torch.randn(2, 3)
+DOUBLE = X.double()  # no kernel takes fp64, on a GPU or in Triton's interpreter
+
+
+@pytest.fixture
+def restored():
+    before = fastformer.get_backend()
+    yield
+    fastformer.set_backend(before)
+
+
+def in_fresh_python(code: str, backend: str | None) -> subprocess.CompletedProcess:
+    return python("-c", code, FASTFORMER_BACKEND=backend)
+
+
+def test_the_environment_is_the_default_and_its_mistakes_are_named():
+    code = "import fastformer.functional; print(fastformer.get_backend())"
+    assert in_fresh_python(code, None).stdout.strip() == "auto"
+    assert in_fresh_python(f"{code}\nwith fastformer.backend('auto'): pass", "reference").stdout.strip() == "reference"
+    run = in_fresh_python(code, "tritn")
+    assert run.returncode != 0
+    assert "FASTFORMER_BACKEND is 'tritn'; it must be one of auto, triton, reference" in run.stderr
+
+
+@pytest.mark.usefixtures("restored")
+def test_context_beats_set_backend_and_nests():
+    fastformer.set_backend("reference")
+    with fastformer.backend("auto"):
+        assert fastformer.get_backend() == "auto"
+        with fastformer.backend("triton"):
+            assert fastformer.get_backend() == "triton"
+        assert fastformer.get_backend() == "auto"
+    assert fastformer.get_backend() == "reference"
+
+
+@pytest.mark.usefixtures("restored")
+def test_the_context_belongs_to_one_thread_and_the_setting_to_all():
+    seen = []
+    with fastformer.backend("triton"):
+        thread = threading.Thread(target=lambda: seen.append(fastformer.get_backend()))
+        thread.start()
+        thread.join()
+    fastformer.set_backend("reference")
+    thread = threading.Thread(target=lambda: seen.append(fastformer.get_backend()))
+    thread.start()
+    thread.join()
+    assert seen == ["auto", "reference"]
+
+
+@pytest.mark.parametrize("choose", [fastformer.set_backend, lambda name: fastformer.backend(name).__enter__()])
+def test_an_unknown_backend_raises_and_changes_nothing(choose):
+    with pytest.raises(ValueError, match="backend is 'cuda'; it must be one of auto, triton, reference"):
+        choose("cuda")
+    assert fastformer.get_backend() == "auto"
+
+
+def run_op(op: str) -> None:
+    OP_CALLS[op].call(OP_CALLS[op].extra(3, "cpu"), 0.0, *leaves(op, 3, "cpu"))
+
+
+@pytest.mark.parametrize("op", functional.OPS)
+def test_triton_raises_with_the_reason_where_it_cannot_run(op, monkeypatch):
+    monkeypatch.setattr(choice, "unsupported", lambda op, x: f"{op} is not for {x.device.type}")
+    with (
+        fastformer.backend("triton"),
+        pytest.raises(RuntimeError, match=f"'triton' was asked for, but {op} is not for"),
+    ):
+        run_op(op)
+    with fastformer.backend("reference"):
+        run_op(op)
+    with fastformer.backend("auto"):
+        run_op(op)
+
+
+@pytest.mark.parametrize(
+    ("triton", "numpy", "runs"),
+    [("3.6.0", "2.3.5", True), ("3.6.0", "2.4.0", False), ("3.6.0", "2.5.2", False), ("3.7.1", "2.5.2", True)],
+)
+def test_an_interpreter_that_numpy_is_too_new_for_is_named(triton, numpy, runs, monkeypatch):
+    monkeypatch.setattr(choice.metadata, "version", {"triton": triton, "numpy": numpy}.__getitem__)
+    fault = choice._fault_of_interpreter()
+    assert (fault is None) == runs
+    monkeypatch.setattr(choice, "_TRITON", True)
+    monkeypatch.setattr(choice, "_INTERPRETED", True)
+    monkeypatch.setattr(choice, "_FAULT_OF_INTERPRETER", fault)
+    with fastformer.backend("triton"):
+        assert choice.unsupported("rotary", X) == (None if runs else f"rotary {fault}")
+
+
+def test_explain_says_what_would_run():
+    for subject in (X, nn.Linear(2, 2), nn.ReLU()):
+        lines = fastformer.explain(subject).splitlines()
+        assert [line.split(":")[0] for line in lines] == list(functional.OPS)
+        assert all(": reference (" in line for line in lines)
+    with fastformer.backend("triton"):
+        assert "layer_norm: raises (" in fastformer.explain(DOUBLE)
+    with fastformer.backend("reference"):
+        assert "layer_norm: reference (chosen)" in fastformer.explain(X)
+    with pytest.raises(TypeError, match="subject must be a module or a tensor, not str"):
+        fastformer.explain("x")
+
+
+@pytest.mark.usefixtures("restored")
+def test_compiled_code_follows_a_switch():
+    def run():
+        compiled = torch.compile(lambda x: functional.layer_norm(x, 3), backend="eager")
+        compiled(DOUBLE)
+        with fastformer.backend("triton"), pytest.raises(RuntimeError, match="'triton' was asked for"):
+            compiled(DOUBLE)
+        compiled(DOUBLE)
+        fastformer.set_backend("triton")
+        with pytest.raises(RuntimeError, match="'triton' was asked for"):
+            compiled(DOUBLE)
+
+    # In a new thread: where a context was used before, the switch would be seen in any case.
+    with ThreadPoolExecutor(1) as pool:
+        pool.submit(run).result()
+
+
+def test_a_context_inside_compiled_code():
+    def norm(x):
+        with fastformer.backend("reference"):
+            return functional.layer_norm(x, 3)
+
+    compiled = torch.compile(norm, backend="eager", fullgraph=True)
+    assert torch.equal(compiled(X), norm(X))

@@ -45,7 +45,8 @@ ROWS: dict[str, list[tuple[str, str, str]]] = {
          "nn/test_padding_free.py::test_gradients_of_each_sequence_by_vmap"),
     ],
     "backend": [
-        ("return thread.backend or ", "return ", "functional/test_backend.py::test_context_beats_set_backend_and_nests"),
+        ("return thread.backend or ", "return ",
+         "functional/test_backend.py::test_context_beats_set_backend_and_nests"),
         ("class _Thread(threading.local):", "class _Thread:",
          "functional/test_backend.py::test_the_context_belongs_to_one_thread_and_the_setting_to_all"),
     ],

@@ -317,21 +317,6 @@ def test_triton_raises_with_the_reason_where_it_cannot_run(op, monkeypatch):
         run_op(op)
 
 
-@pytest.mark.parametrize(
-    ("triton", "numpy", "runs"),
-    [("3.6.0", "2.3.5", True), ("3.6.0", "2.4.0", False), ("3.6.0", "2.5.2", False), ("3.7.1", "2.5.2", True)],
-)
-def test_an_interpreter_that_numpy_is_too_new_for_is_named(triton, numpy, runs, monkeypatch):
-    monkeypatch.setattr(choice.metadata, "version", {"triton": triton, "numpy": numpy}.__getitem__)
-    fault = choice._fault_of_interpreter()
-    assert (fault is None) == runs
-    monkeypatch.setattr(choice, "_TRITON", True)
-    monkeypatch.setattr(choice, "_INTERPRETED", True)
-    monkeypatch.setattr(choice, "_FAULT_OF_INTERPRETER", fault)
-    with fastformer.backend("triton"):
-        assert choice.unsupported("rotary", X) == (None if runs else f"rotary {fault}")
-
-
 def test_explain_says_what_would_run():
     for subject in (X, nn.Linear(2, 2), nn.ReLU()):
         lines = fastformer.explain(subject).splitlines()

@@ -97,20 +97,6 @@ def test_forward_mode(reduction):
     assert_close(*found)
 
 
-@pytest.mark.parametrize("wanted", [(0,), (1,), (2,), (0, 2)])
-def test_only_the_gradients_that_are_wanted(wanted):
-    inputs = [random(3, 2, grad=False), random(4, 2, grad=False), random(4, grad=False)]
-    for i in wanted:
-        inputs[i].requires_grad_()
-    x, weight, bias = inputs
-    target = torch.tensor([0, 3, 1])
-    loss = linear_cross_entropy(x, weight, target, bias)
-    expected = F.cross_entropy(F.linear(x, weight, bias), target)
-    assert_same(loss, expected, [inputs[i] for i in wanted])
-    with torch.no_grad():
-        assert_close(linear_cross_entropy(x, weight, target, bias), expected.detach())
-
-
 def test_ignored_rows_add_nothing_to_the_loss_and_the_gradients():
     x = random(3, 4)
     weight, target = random(5, 4), torch.tensor([1, -100, 3])

@@ -9,10 +9,9 @@ import torch.nn.functional as F
 from torch import nn
 
 import fastformer
-from tests.nn.layer_cases import FF, LAYERS, B, D, T, Twice, check, inputs_for, twins
+from tests.nn.layer_cases import FF, LAYERS, B, T, Twice, check, inputs_for, twins
 from tests.support.all_pairs import all_pairs
 from tests.support.closeness import assert_close, random
-from tests.support.masks import right
 
 pytestmark = [
     pytest.mark.usefixtures("slow_path"),
@@ -200,17 +199,6 @@ def test_hooks_of_the_last_projection_of_attention_are_called(kind):
     for grad in (True, False):
         with torch.set_grad_enabled(grad):
             assert_close(ours.train(grad)(*inputs).detach(), expected)
-
-
-def test_torchs_stack_around_our_layer_computes_the_same_in_every_mode():
-    """torch's stack would hand nested tensors to its own layer in inference."""
-    ours, torchs = twins("TransformerEncoderLayer", nhead=2)
-    stack, expected_stack = nn.TransformerEncoder(ours, 2).eval(), nn.TransformerEncoder(torchs, 2).eval()
-    x, mask = random(B, T, D), right([5, 2, 3], T)
-    expected = expected_stack(x, src_key_padding_mask=mask)
-    torch.backends.mha.set_fastpath_enabled(True)
-    with torch.no_grad():
-        assert_close(stack(x, src_key_padding_mask=mask), expected.detach())
 
 
 @pytest.mark.parametrize("activation", ["relu", "swiglu"])

@@ -191,12 +191,6 @@ def test_packed_is_padded_on_real_tokens(lengths, form, kdim):
     assert_same(actual, expected, dict.fromkeys([x, memory, *ours.parameters()]))
 
 
-@pytest.mark.parametrize("option", ["add_bias_kv", "add_zero_attn"])
-def test_packed_refuses_the_extra_keys(option):
-    with pytest.raises(ValueError, match="add_bias_kv and add_zero_attn must be False"):
-        attention(**{option: True})[0].packed(random(2, D), Layout.from_lengths([2]))
-
-
 def test_dropout_is_of_the_weights_and_the_weights_returned_are_those_applied():
     torch.manual_seed(2)
     ours = fastformer.MultiheadAttention(4, 1, dropout=0.5, bias=False, batch_first=True)

@@ -181,14 +181,6 @@ def test_queries_keys_and_values_have_a_bias_of_their_own(bias, qkv_bias):
         close(attention(x, x, x)[0], theirs(x, x, x)[0])
 
 
-def test_a_new_activation_alone():
-    model = fastformer.Transformer(D, H, 1, 1, 48, activation="swiglu")
-    assert model.encoder.layers[0].linear1.out_features == 96
-    assert model.decoder.layers[0].linear1.out_features == 96
-    layer = fastformer.TransformerEncoderLayer(D, H, 48, activation="silu")
-    assert layer.linear1.out_features == 48
-
-
 def test_wrong_options_are_refused_by_name():
     for options, error, message in (
         ({"kv_heads": 3}, ValueError, "kv_heads must divide num_heads, 4, not 3"),

@@ -178,22 +178,6 @@ def test_a_sequence_of_padding_alone_gives_zeros_and_changes_no_other_sequence(k
     assert_same(out[rows], run(rows), [x, memory, *ours.parameters()])
 
 
-@pytest.mark.parametrize("kind", STACKS)
-@pytest.mark.parametrize("batch", [0, 2])
-def test_nothing_but_padding(kind, batch):
-    ours, _ = twins(kind)
-    inputs = random(batch, T, D), random(batch, S, D)
-    masks = {
-        "tgt_key_padding_mask": torch.ones(batch, T).bool(),
-        "memory_key_padding_mask": torch.ones(batch, S).bool(),
-    }
-    if kind == "TransformerEncoder":
-        inputs, masks = inputs[:1], {"src_key_padding_mask": masks["tgt_key_padding_mask"]}
-    out = ours(*inputs, **masks)
-    assert out.shape == (batch, T, D)
-    assert not any(x.any() for x in (out, *gradients(out, [*inputs, *ours.parameters()])))
-
-
 @pytest.mark.parametrize("batch_first", [True, False])
 @pytest.mark.parametrize("hooked", [False, True])
 def test_padding_of_minus_infinity_comes_out_as_zeros(hooked, batch_first):

@@ -6,7 +6,6 @@ import pytest
 import torch
 
 from fastformer.nn import ALiBi, Llama3Scaling, RelativeBias, Rotary
-from fastformer.nn import rotary as tables
 
 
 def test_the_tables_of_the_paper():
@@ -44,25 +43,6 @@ def test_llama_slows_slow_frequencies_alone():
     given = torch.tensor([2 * math.pi / x for x in wavelengths], dtype=torch.float64)
     expected = [1.0, 1.0, (1 - 1 / 3) / 8 + 1 / 3, 1 / 8, 1 / 8]
     torch.testing.assert_close(scaling.scale(given) / given, torch.tensor(expected, dtype=torch.float64))
-
-
-def test_tables_captured_by_a_graph_are_neither_shared_nor_dropped(monkeypatch):
-    """Tables captured for CUDA have no values yet; a captured graph later reads the kept tables that it was given."""
-    rotary, like = Rotary(theta=888.0), torch.zeros(1)
-    for name, value in (("_MAX_TABLES", 2), ("_TABLES", {})):
-        monkeypatch.setattr(tables, name, value)
-    monkeypatch.setattr(tables, "capturing", lambda x: True)
-    made = rotary.tables(8, 4, like)
-    assert rotary.tables(8, 4, like)[0] is not made[0]
-    monkeypatch.setattr(tables, "capturing", lambda x: False)
-    before = rotary.tables(8, 4, like)
-    monkeypatch.setattr(tables, "capturing", lambda x: True)
-    assert rotary.tables(8, 4, like) is before
-    monkeypatch.setattr(tables, "capturing", lambda x: False)
-    for theta in (1.0, 2.0, 3.0):
-        Rotary(theta).tables(8, 4, like)
-    assert len(tables._TABLES) == 2
-    assert rotary.tables(8, 4, like) is before
 
 
 WRONG = [

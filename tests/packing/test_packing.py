@@ -152,12 +152,6 @@ def test_a_jagged_tensor_with_holes():
     assert_same(tokens, values[[0, 1, 4]], [values])
 
 
-@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
-def test_a_nested_tensor_of_no_sequence():
-    tokens, layout = from_nested(torch.nested.nested_tensor([]))
-    assert (tokens.shape[0], layout.batch) == (0, 0)
-
-
 def test_one_graph_packs_and_unpacks_whatever_a_layout_remembers():
     graphs = []
 

@@ -10,7 +10,7 @@ the tests. Each row is a fragment that occurs exactly once in the file, what sta
 from tests.kernels.mutations.__main__ import main
 from tests.kernels.mutations.fault import Fault
 
-PACK = "packing/test_packing.py::test_a_layout_says_where_each_token_lies_and_packing_moves_each_once"
+PACK = "functional/test_packing.py::test_a_layout_says_where_each_token_lies_and_packing_moves_each_once"
 VALUES = "functional/test_attention.py::test_values_and_gradients_are_those_of_the_formula"
 DEAD = "functional/test_attention.py::test_a_query_without_keys_gives_zero_and_changes_no_gradient"
 BLANK = "nn/test_padding_values.py::test_attention"
@@ -94,7 +94,7 @@ ROWS: dict[str, list[tuple[str, str, str]]] = {
     ],
     "packing/layout": [
         ("origin = slots if columns == longest else rows * columns + positions", "origin = slots",
-         "packing/test_packing.py::test_lengths_in_a_wider_batch"),
+         "functional/test_packing.py::test_lengths_in_a_wider_batch"),
         ("real = ~padding", "real = padding", PACK),
         ("torch.arange(total, device=device) - offsets[rows]", "torch.arange(total, device=device)", PACK),
         ("flat.index_fill_(0, self.origin, True)", "flat.index_fill_(0, self.slots, True)", PACK),
@@ -108,7 +108,7 @@ ROWS: dict[str, list[tuple[str, str, str]]] = {
         ("self.columns, 1) == self.positions).all()", "self.columns, 1) == self.positions).any()",
          LATER + "test_packed_cross_attention_by_position_refuses_padding_on_the_left"),
         ("if cached_other is not other:", "if key not in self._memory:",
-         "packing/test_packing.py::test_a_layout_forgets_other_layouts_and_is_freed_at_once"),
+         "functional/test_packing.py::test_a_layout_forgets_other_layouts_and_is_freed_at_once"),
         ("torch.int64, copy=True)", "torch.int64)",
          "functional/test_all_ops.py::test_a_layout_copies_its_lengths"),
         ("if total > MOST_TOKENS:", "if False:",
@@ -279,13 +279,13 @@ ROWS: dict[str, list[tuple[str, str, str]]] = {
         ("not extra and not learns", "not extra", ATTENTION + "test_is_causal"),
     ],
     "nn/position_bias": [
-        ("torch.where(i > power, i - power - 0.5, i)", "i", "nn/test_positions.py::test_alibi_of_the_paper"),
+        ("torch.where(i > power, i - power - 0.5, i)", "i", "nn/test_options.py::test_alibi_of_the_paper"),
         ("(distance > 0) * buckets", "(distance >= 0) * buckets",
-         "nn/test_positions.py::test_buckets_of_the_paper"),
+         "nn/test_options.py::test_buckets_of_the_paper"),
     ],
     "nn/rotary": [
         ("frequencies / self.scaling", "frequencies * self.scaling",
-         "nn/test_positions.py::test_a_share_and_a_scale"),
+         "nn/test_options.py::test_a_share_and_a_scale"),
     ],
     "nn/conversion": [
         ("if converted and not padding_free:", "if not padding_free:", REPORT),

@@ -108,17 +108,6 @@ def test_convert_changes_a_model_in_place_and_revert_undoes_it(make):
     assert not fastformer.revert(model).changed
 
 
-def test_revert_opens_torchs_fast_path_again_and_leaves_our_own_modules_alone():
-    own = fastformer.TransformerEncoderLayer(D, H, FF, batch_first=True)
-    layer = nn.TransformerEncoderLayer(D, H, FF, batch_first=True)
-    model = nn.ModuleList([own, layer])
-    fastformer.convert(model)
-    assert layer.activation_relu_or_gelu == 0
-    fastformer.revert(model)
-    assert layer.activation_relu_or_gelu == 1
-    assert type(own) is fastformer.TransformerEncoderLayer
-
-
 def test_copies_and_pickles_of_a_converted_model_can_be_reverted():
     model = Translator()
     fastformer.convert(model)

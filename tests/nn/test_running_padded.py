@@ -170,42 +170,6 @@ def test_a_replaced_attention_gets_torchs_arguments(kind, at):
     check(kind, torchs, converted(torchs))
 
 
-class AddsItsMasks(nn.TransformerEncoderLayer):
-    """A layer with attention of its own, which adds the masks that it is given to its scores."""
-
-    def forward(self, src, src_mask=None, src_key_padding_mask=None, is_causal=False):
-        scores = src @ src.mT + src_mask
-        return src + (scores + src_key_padding_mask[:, None]).softmax(-1) @ src
-
-
-class ReadsTheHint(nn.TransformerEncoderLayer):
-    """A layer that makes its mask from `is_causal` alone, as rotary variants do."""
-
-    def _sa_block(self, x, attn_mask, key_padding_mask, is_causal=False):
-        mask = minus_infinity(ahead(x.shape[1])) if is_causal else None
-        return self.dropout1(self.self_attn(x, x, x, attn_mask=mask, need_weights=False)[0])
-
-
-@pytest.mark.parametrize("mask", [ahead(T), ahead(T).mT.triu(-1)], ids=["causal", "window"])
-@pytest.mark.parametrize("way", ["converted", "built"])
-def test_bool_masks_are_additive_where_a_layer_adds_them(way, mask):
-    layer = AddsItsMasks(D, H, FF, 0.0, batch_first=True, dtype=torch.float64)
-    torchs = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
-    ours = converted(torchs) if way == "converted" else fastformer.TransformerEncoder(layer, 2)
-    x, hidden = random(B, T, D), right([T, 3, 2], T)
-    assert_close(ours(x, mask, hidden)[~hidden], torchs(x, mask, hidden)[~hidden])
-
-
-@pytest.mark.parametrize("own", [0, 1])
-def test_no_token_sees_the_future_where_a_layer_reads_the_hint(own):
-    torchs = build(nn, KINDS[0])
-    torchs.layers[own].__class__ = ReadsTheHint
-    ours, x, mask = converted(torchs), random(B, T, D), minus_infinity(ahead(T))
-    assert_close(ours(x, mask), torchs(x, mask))
-    later = torch.cat([x[:, :-1], x[:, -1:] + 1.0], 1)
-    assert_close(ours(later, mask)[:, :-1], ours(x, mask)[:, :-1])
-
-
 def test_layers_that_differ_in_the_order_of_dimensions():
     torchs = build(nn, KINDS[0])
     torchs.layers[1].self_attn.batch_first = False

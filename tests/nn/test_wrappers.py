@@ -111,7 +111,7 @@ def test_wrapped_layers_and_attention_run_padded_with_torchs_numbers(
         ours.stack.new_cache(B) if kind == "encoder" else ours.stack.new_cache(random(B, S, D))
 
 
-TARGETS = ["linear1", "linear2", "out_proj", "self_attn", "multihead_attn", "all-linear", "linear1 self_attn"]
+TARGETS = ["linear1", "out_proj", "multihead_attn", "all-linear", "linear1 self_attn"]
 
 
 @pytest.mark.filterwarnings("ignore")

@@ -42,7 +42,12 @@ torch.testing.assert_close(out, expected)
 out.sum().backward()
 print("fastformer", fastformer.__version__, "from", fastformer.__file__)
 """
-TESTS = "tests/nn/test_conversion.py", "tests/nn/test_layers.py", "tests/functional/test_norms.py", "tests/packing"
+TESTS = (
+    "tests/nn/test_conversion.py",
+    "tests/nn/test_layers.py",
+    "tests/functional/test_norms.py",
+    "tests/functional/test_packing.py",
+)
 
 
 def run(*command: str | Path, cwd: Path) -> None:

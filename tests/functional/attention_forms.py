@@ -101,11 +101,8 @@ def form(**rules: Any) -> Callable[[], dict[str, Any]]:
 
 FORMS = {
     "plain": form(),
-    "scale": form(scale=0.3),
     "causal": form(causal=True),
     "causal bottom_right": form(causal=True, alignment="bottom_right"),
-    "key_lengths": form(key_lengths=[7, 0, 3]),
-    "query_lengths": form(query_lengths=[2, 5, 0]),
     "both lengths": form(query_lengths=[2, 5, 0], key_lengths=[7, 1, 3]),
     "causal with lengths": form(causal=True, key_lengths=[2, 7, 0]),
     # The second sequence has fewer keys than queries: its first queries may attend to nothing.
@@ -118,20 +115,17 @@ FORMS = {
     "bool [B, 1, T, S]": form(mask=lambda: boolean(B, 1, T, S)),
     "additive [H, T, S]": form(mask=lambda: additive(H, T, S)),
     "additive [B, H, T, S], dead row": form(mask=lambda: additive(B, H, T, S, dead=True)),
-    "additive []": form(mask=lambda: torch.tensor(0.5, dtype=torch.float64)),
     "additive [T, 1]": form(mask=lambda: torch.randn(T, 1, dtype=torch.float64)),
     "window": form(window=(1, 2)),
     "window of one key": form(window=(0, 0), alignment="bottom_right"),
     "window, no limit on the left": form(window=(None, 1)),
     "window, no limit on the right": form(window=(1, None), alignment="bottom_right"),
-    "window that limits nothing": form(window=(None, None)),
     "window beyond all keys": form(window=(10**30, 7), alignment="bottom_right"),
     # One less on either side than what limits nothing.
     "window that just limits, bottom_right": form(
         window=(5, 3), alignment="bottom_right", query_lengths=[5, 5, 2], key_lengths=[7, 2, 7]
     ),
     "causal window": form(window=(2, 3), causal=True),
-    "causal window, no limit on the left": form(window=(None, 3), causal=True),
     # The first sequence has queries whose window lies before its first key, the third none at all.
     "window with lengths": form(
         window=(1, 0), alignment="bottom_right", query_lengths=[5, 2, 4], key_lengths=[2, 7, 0]
@@ -139,15 +133,12 @@ FORMS = {
     "window top_left beyond the keys": form(window=(1, 1), key_lengths=[1, 7, 3]),
     "softcap": form(softcap=0.8),
     "softcap, additive, dead row": form(softcap=0.8, mask=lambda: additive(H, T, S, dead=True), scale=2.0),
-    "softcap, causal, no keys": form(softcap=2, causal=True, key_lengths=[7, 0, 3]),
     "distance_bias": form(distance_bias=by_distance),
     "distance_bias, bottom_right": form(distance_bias=lambda: by_distance(9), alignment="bottom_right"),
     "distance_bias, causal, lengths of keys": form(distance_bias=by_distance, causal=True, key_lengths=[7, 0, 3]),
     "distance_bias to the last key of each": form(
         distance_bias=lambda: by_distance(8), alignment="bottom_right", query_lengths=[5, 0, 2], key_lengths=[7, 7, 3]
     ),
-    "distance_bias, bool": form(distance_bias=by_distance, mask=lambda: boolean(B, 1, T, S)),
-    "distance_bias, additive, dead row": form(distance_bias=by_distance, mask=lambda: additive(H, T, S, dead=True)),
     "distance_bias that hides": form(distance_bias=lambda: by_distance().index_fill(1, torch.arange(7, 13), -INF)),
     "sinks": form(sinks=sinks),
     "sinks, causal, no keys": form(sinks=sinks, causal=True, key_lengths=[7, 0, 3]),

@@ -135,14 +135,6 @@ def test_a_query_without_keys_gives_zero_and_changes_no_gradient(op):
     assert not any(x.any() for x in gradients(out, [q, k, v]))
 
 
-def test_equal_totals_of_queries_and_keys_with_unequal_lengths():
-    x = [random(2, 2, 5, 4) for _ in range(3)]
-    rules = {"query_lengths": torch.tensor([5, 3]), "key_lengths": torch.tensor([2, 5])}
-    for more in ({"causal": True}, {"window": (1, 1)}, {"causal": True, "key_lengths": None}):
-        arguments = {"alignment": "bottom_right", **rules, **more}
-        assert_close(attention(*x, **arguments), naive(*x, **arguments)[0])
-
-
 def test_a_bias_that_is_finite_hides_nothing():
     q, k, ones = (random(B, H, n, 8, dtype=torch.bfloat16) for n in (T, S, S))
     ones = torch.ones_like(ones)

@@ -71,13 +71,6 @@ def test_embeddings_and_gradients_are_those_of_the_formula(shape, V, P, D, has_p
     assert_formula(formula, [random(V, D), random(P, D)][: 1 + has_positions], op)
 
 
-def test_dtypes_of_an_embedding_promote_as_in_a_sum():
-    ids = torch.tensor([0, 1])
-    for one, two in [("bfloat16", "float32"), ("float16", "bfloat16"), ("float32", "float64"), ("float16", "float16")]:
-        weight, table = torch.randn(2, 3).to(getattr(torch, one)), torch.randn(2, 3).to(getattr(torch, two))
-        assert embedding(ids, weight, table, ids).dtype == (weight + table).dtype
-
-
 def test_dropout_of_an_embedding_is_of_the_sum():
     ids = torch.zeros(300, dtype=torch.int64)
     weight, table = torch.ones(1, 64), torch.ones(1, 64)

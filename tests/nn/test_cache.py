@@ -39,21 +39,6 @@ def test_every_kind_of_layer(layer: str, kind: str, capacity: int | None, rows: 
             assert_reads(stack, cache, uncached, drawn(*lengths[: len(rows)], seed=seed), how)
 
 
-@pytest.mark.parametrize("capacity", [None, 8], ids=["growing", "static"])
-@pytest.mark.parametrize("name", ["self_attn", "multihead_attn"])
-def test_steps_apply_dropout_of_attention_weights(name: str, capacity: int | None) -> None:
-    """Of all weights: what is left is the same whoever draws."""
-    theirs, ours = both("decoder", dropout=1.0)
-    for stack in (theirs, ours):
-        getattr(stack.layers[1], name).train()
-    memories = drawn(4, 3, seed=1)
-    side = {"memory_layout": Layout.from_lengths([4, 3]), "capacity": capacity}
-    cache, uncached = ours.new_cache(torch.cat(memories), **side), Uncached(theirs, memories, 2)
-    assert_reads(ours, cache, uncached, drawn(2, 3), "packed")  # the first, which attends to itself alone
-    assert_reads(ours, cache, uncached, drawn(2, 0), "padded")
-    assert_reads(ours, cache, uncached, drawn(1, 1), "equal")
-
-
 @pytest.mark.parametrize("kind", ["encoder", "decoder"])
 @pytest.mark.parametrize("seed", range(4))
 def test_random_orders_of_steps_and_changes_of_rows(kind: str, seed: int) -> None:

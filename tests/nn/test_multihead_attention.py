@@ -8,7 +8,7 @@ import fastformer
 from fastformer.packing import Layout, pack, unpack
 from tests.nn.layer_cases import AHEAD, B, D, H, T, check, twins
 from tests.support.all_pairs import all_pairs
-from tests.support.closeness import assert_close, assert_same, gradients, random
+from tests.support.closeness import assert_close, assert_same, random
 from tests.support.masks import minus_infinity, right
 
 pytestmark = [
@@ -135,38 +135,6 @@ def test_unbatched(masks, kind, batch_first, need_weights):
     }[masks]
     for average in (True, False):
         check(ours, torchs, inputs, need_weights=need_weights, average_attn_weights=average, **arguments)
-
-
-@pytest.mark.parametrize("sizes", [(1, 1, 1), (0, 2, 3), (2, 0, 3)])
-def test_sizes_of_one_and_zero(sizes):
-    batch, length, keys = sizes
-    ours, torchs = attention(batch_first=True)
-    query, key = random(batch, length, D), random(batch, keys, D)
-    for need_weights in (True, False):
-        out, _ = ours(query, key, key, need_weights=need_weights)
-        assert out.shape == (batch, length, D)
-        if out.numel():
-            assert_close(out, torchs(query, key, key, need_weights=need_weights)[0])
-
-
-@pytest.mark.parametrize("form", ["bool padding", "float padding", "bool attn", "float attn"])
-@pytest.mark.parametrize("need_weights", [True, False])
-def test_a_query_without_keys_gives_the_output_bias_alone(form, need_weights):
-    ours, torchs = attention(batch_first=True)
-    x = random(B, T, D)
-    of_keys = "padding" in form
-    mask = torch.zeros((B, T) if of_keys else (T, T), dtype=torch.bool)
-    mask[1] = True
-    dead = (slice(1, 2), slice(None)) if of_keys else (slice(None), slice(1, 2))
-    masks = {"key_padding_mask" if of_keys else "attn_mask": mask if "bool" in form else minus_infinity(mask)}
-    out, weights = ours(x, x, x, need_weights=need_weights, **masks)
-    assert_close(out[dead], ours.out_proj.bias.expand_as(out[dead]))
-    assert weights is None or not weights[dead].any()
-    assert all(torch.isfinite(g).all() for g in gradients(out, [x, *ours.parameters()]))
-    alive = torch.ones(B, T, dtype=torch.bool)
-    alive[dead] = False
-    with torch.no_grad():
-        assert_close(out[alive].detach(), torchs(x, x, x, need_weights=need_weights, **masks)[0][alive])
 
 
 LENGTHS = [([5, 2, 4], [7, 1, 3]), ([4, 4], [3, 3]), ([0, 3], [2, 4]), ([2, 3], [0, 4]), ([], [])]

@@ -131,17 +131,6 @@ def test_transformer_never_pads_in_between(monkeypatch):
     assert calls == ["gather", "gather", "spread"]
 
 
-def test_a_mask_that_is_stated_to_be_causal_is_not_looked_at():
-    """That would wait for the device."""
-    ours, _ = twins("Transformer")
-    hidden, hidden_source = PADDING["right"]
-    masks = {"src_key_padding_mask": hidden_source, "memory_key_padding_mask": hidden_source}
-    masks |= {"tgt_key_padding_mask": hidden, "src_is_causal": True, "tgt_is_causal": True}
-    inputs, ahead = inputs_for("Transformer"), (AHEAD[:S, :S], AHEAD)
-    out, expected = (ours(*inputs, *(mask.to(device) for mask in ahead), **masks) for device in ("meta", "cpu"))
-    assert_close(out, expected)
-
-
 def test_unbatched_input():
     hidden = torch.tensor([False, True, False, False, True])
     for batch_first in (True, False):

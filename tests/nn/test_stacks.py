@@ -9,7 +9,7 @@ from torch import nn
 
 import fastformer
 from fastformer.packing import Layout, pack, unpack
-from tests.nn.layer_cases import AHEAD, FF, STACKS, B, D, H, S, T, Twice, check, inputs_for, twins
+from tests.nn.layer_cases import AHEAD, FF, STACKS, B, D, H, S, T, Twice, inputs_for, twins
 from tests.support.all_pairs import all_pairs
 from tests.support.closeness import assert_close, assert_same, gradients, random
 from tests.support.fused_op import DEVICE, INTERPRETED, needs_kernels
@@ -20,18 +20,6 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:enable_nested_tensor is True"),
     pytest.mark.filterwarnings("ignore:Support for mismatched"),
 ]
-
-
-@pytest.mark.parametrize(
-    "settings", [{"batch_first": False}, {"norm_first": True}, {"bias": False, "layer_norm_eps": 0.01}], ids=str
-)
-def test_transformer(settings):
-    ours, torchs = twins("Transformer", activation="gelu", **settings)
-    inputs = inputs_for("Transformer", settings.get("batch_first", True))
-    padding = right([2, 4, 3], S)
-    masks = {"tgt_mask": AHEAD, "src_key_padding_mask": padding, "memory_key_padding_mask": padding}
-    for given in ({}, masks, {"tgt_is_causal": True, **masks}):
-        check(ours, torchs, inputs, **given)
 
 
 LENGTHS = [([5, 2, 3], [1, 4, 2]), ([3, 3], [2, 2]), ([0, 3], [2, 4]), ([], [])]

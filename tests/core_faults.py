@@ -13,13 +13,13 @@ from tests.kernels.mutations.fault import Fault
 PACK = "functional/test_packing.py::test_a_layout_says_where_each_token_lies_and_packing_moves_each_once"
 VALUES = "functional/test_attention.py::test_values_and_gradients_are_those_of_the_formula"
 DEAD = "functional/test_attention.py::test_a_query_without_keys_gives_zero_and_changes_no_gradient"
-BLANK = "nn/test_padding_values.py::test_attention"
+BLANK = "nn/test_padding_values.py::test_attention_reads_no_padding"
 ALONE = "functional/test_packed_attention.py::test_packed_attention_equals_each_sequence_alone"
 LOSS = "functional/test_linear_cross_entropy.py::test_values_and_gradients_are_those_of_the_formula"
 FORWARD = "functional/test_feed_forward.py::test_values_and_gradients_are_those_of_the_formula"
 OBSTACLE = "nn/test_running_padded.py::test_a_module_that_may_mix_tokens_gets_the_padded_batch"
 HOOKS = "nn/test_layers.py::test_hooks_and_replaced_methods_are_called"
-ORDER = "nn/test_cache.py::test_random_orders_of_steps_and_changes_of_rows"
+ORDER = "nn/test_cache.py::test_steps_equal_the_whole_row_after_any_change_of_rows"
 CHANGED = "nn/test_fast_path.py::test_a_layer_that_is_modified_between_two_steps"
 LATER = "nn/test_options.py::"
 ATTENTION = "nn/test_multihead_attention.py::"
@@ -42,7 +42,7 @@ ROWS: dict[str, list[tuple[str, str, str]]] = {
         ("compiling = torch.compiler.is_compiling ", "compiling = bool ",
          "nn/test_compile.py::test_two_compilations_for_all_shapes[TransformerEncoder]"),
         ("(functionalised() or stands_for_many(x))", "functionalised()",
-         "nn/test_padding_free.py::test_gradients_of_each_sequence_by_vmap"),
+         "nn/test_padding_free.py::test_gradients_by_vmap_are_those_of_each_sequence"),
     ],
     "backend": [
         ("return thread.backend or ", "return ",
@@ -90,7 +90,8 @@ ROWS: dict[str, list[tuple[str, str, str]]] = {
     ],
     "nn/modules": [
         ("if not isinstance(activation, nn.Module) or not plain(activation, nn.ReLU, nn.GELU):",
-         "if not isinstance(activation, nn.ReLU | nn.GELU):", "nn/test_layers.py::test_every_setting"),
+         "if not isinstance(activation, nn.ReLU | nn.GELU):",
+         "nn/test_layers.py::test_every_setting_computes_what_torch_does"),
     ],
     "packing/layout": [
         ("origin = slots if columns == longest else rows * columns + positions", "origin = slots",
@@ -141,7 +142,7 @@ ROWS: dict[str, list[tuple[str, str, str]]] = {
         ("if dtype == torch.float16 or (q.is_cpu and dtype in _SIXTEEN_BITS):", "if False:",
          "functional/test_numerics.py::test_scores_beyond_the_numbers_of_fp16"),
         ("weights = drop(weights, rules.dropout_p)", "pass",
-         "functional/test_attention.py::test_dropout_of_the_weights"),
+         "functional/test_attention.py::test_dropout_is_of_the_weights_at_its_rate_and_scale"),
         ("weights = weights.masked_fill(dead, 0.0)", "pass", VALUES),
         ("return out if dead is None else out.masked_fill(dead, 0.0)", "return out", DEAD),
         ("if rules.scale is not None and not rules.scale > _SMALLEST:", "if False:",
@@ -191,7 +192,8 @@ ROWS: dict[str, list[tuple[str, str, str]]] = {
          "functional/test_elementwise_ops.py::test_rotary_and_its_gradients_are_those_of_the_formula"),
     ],
     "nn/inspection": [
-        ('if f"{kind.__module__}.{kind.__qualname__}" not in _ADAPTERS:', "if True:", "nn/test_wrappers.py::test_lora"),
+        ('if f"{kind.__module__}.{kind.__qualname__}" not in _ADAPTERS:', "if True:",
+         "nn/test_wrappers.py::test_lora_changes_the_output_learns_and_equals_its_merged_weights"),
         ('elif "runs_packed" not in vars(type(module)):', "elif False:",
          "nn/test_wrappers.py::test_wrapped_layers_and_attention_run_padded_with_torchs_numbers"),
         ("if has_own_hooks(layer) and not is_sharded(layer):", "if has_own_hooks(layer):",
@@ -212,7 +214,7 @@ ROWS: dict[str, list[tuple[str, str, str]]] = {
          "nn/test_layers.py::test_dropout_is_applied_where_torch_applies_it"),
         ("if not (plain and self.plain and", "if not (plain and", HOOKS),
         ("(*operands, norm.bias, eps=norm.eps, dropout_p", "(*operands, norm.bias, dropout_p",
-         "nn/test_layers.py::test_every_setting"),
+         "nn/test_layers.py::test_every_setting_computes_what_torch_does"),
         ("nn.Module.__setstate__(self, state)", "super().__setstate__(state)",
          "nn/test_layers.py::test_copies_and_pickles_keep_the_activation"),
         ("if not self.runs_packed or src.is_nested or not", "if src.is_nested or not",
@@ -228,11 +230,12 @@ ROWS: dict[str, list[tuple[str, str, str]]] = {
         ("return x if hidden is None else x.masked_fill(hidden, 0.0)", "return x",
          "nn/test_padding_free.py::test_padding_of_minus_infinity_comes_out_as_zeros"),
         ("return x.masked_fill(hidden & ~x.isfinite(), 0.0)", "return x",
-         "nn/test_padding_values.py::test_a_stack_that_runs_padded"),
+         "nn/test_padding_values.py::test_padding_changes_no_bit_of_a_stack_that_runs_padded"),
         ("padding.clone() if", "padding if",
          "nn/test_running_padded.py::"
          "test_a_mask_that_changes_before_backward_where_hooks_keep_the_padding"),
-        (" and not bool(mask.tril().any())", "", "nn/test_padding_free.py::test_encoder"),
+        (" and not bool(mask.tril().any())", "",
+         "nn/test_padding_free.py::test_an_encoder_computes_torchs_numbers_on_real_tokens_alone"),
         ("return None if bool(((padding != 0) & ~hidden).any()) else hidden", "return hidden",
          "nn/test_padding_free.py::test_an_additive_padding_mask_that_hides_nothing_is_added"),
         (" or padding.requires_grad:", ":",
@@ -259,7 +262,7 @@ ROWS: dict[str, list[tuple[str, str, str]]] = {
         (" or attention.softcap is not None", "",
          "nn/test_options.py::test_steps_equal_the_whole"),
         ("if layer.norm_first else _norm(norm, x + step(x))", "",
-         "nn/test_cache.py::test_every_kind_of_layer"),
+         "nn/test_cache.py::test_steps_of_every_kind_of_layer_equal_the_whole_row"),
         ('if len(plain_parts(layer, layer.part_types)) != len(modules) - ("activation" in modules):', "if False:",
          CHANGED),
     ],
@@ -273,19 +276,20 @@ ROWS: dict[str, list[tuple[str, str, str]]] = {
          "nn/test_cache.py::test_the_cache_of_another_stack_of_the_same_shape_is_refused"),
     ],
     "nn/multihead_attention": [
-        ("weights = weights.mean(1)", "weights = weights.sum(1)", ATTENTION + "test_every_option_with_every_mask"),
+        ("weights = weights.mean(1)",
+         "weights = weights.sum(1)", ATTENTION + "test_every_option_with_every_mask_computes_what_torch_does"),
         (" and not extra and not learns", " and not learns",
          ATTENTION + "test_is_causal_leaves_the_extra_keys_open"),
-        ("not extra and not learns", "not extra", ATTENTION + "test_is_causal"),
+        ("not extra and not learns", "not extra", ATTENTION + "test_is_causal_computes_what_torch_does"),
     ],
     "nn/position_bias": [
-        ("torch.where(i > power, i - power - 0.5, i)", "i", "nn/test_options.py::test_alibi_of_the_paper"),
+        ("torch.where(i > power, i - power - 0.5, i)", "i", "nn/test_options.py::test_alibi_is_that_of_the_paper"),
         ("(distance > 0) * buckets", "(distance >= 0) * buckets",
-         "nn/test_options.py::test_buckets_of_the_paper"),
+         "nn/test_options.py::test_buckets_are_those_of_the_paper"),
     ],
     "nn/rotary": [
         ("frequencies / self.scaling", "frequencies * self.scaling",
-         "nn/test_options.py::test_a_share_and_a_scale"),
+         "nn/test_options.py::test_a_share_and_a_scale_change_the_tables"),
     ],
     "nn/conversion": [
         ("if converted and not padding_free:", "if not padding_free:", REPORT),

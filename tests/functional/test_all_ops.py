@@ -36,7 +36,7 @@ def deterministic() -> Iterator[None]:
 @pytest.mark.usefixtures("deterministic")
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("op", CALLS)
-def test_an_op_twice(op: str, backend: str) -> None:
+def test_an_op_twice_has_the_same_bits(op: str, backend: str) -> None:
     dropout_p, n = 0.3 if CALLS[op].dropout else 0.0, 37
     inputs, extra = leaves(op, n, DEVICE), CALLS[op].extra(n, DEVICE)
     runs = []
@@ -70,7 +70,7 @@ def train(kind: str, seed: int) -> list[Tensor]:
 
 @pytest.mark.usefixtures("deterministic")
 @pytest.mark.parametrize(("kind", "backend"), KINDS)
-def test_a_training_step_twice(kind: str, backend: str) -> None:
+def test_a_training_step_twice_has_the_same_bits(kind: str, backend: str) -> None:
     with fastformer.backend(backend):
         first, second = train(kind, 1), train(kind, 1)
     assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))

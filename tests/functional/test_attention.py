@@ -156,7 +156,7 @@ def test_the_gradient_of_the_bias_is_added_up_in_fp32():
 
 
 @pytest.mark.parametrize("op", [output, "packed"], ids=["padded", "packed"])
-def test_compiles_without_a_break(op):
+def test_attention_compiles_without_a_break(op):
     q, k, v = (random(2, heads, 5, 8, dtype=torch.float32) for heads in (4, 2, 2))
     bias, sink = random(4, 13, dtype=torch.float32), random(4, dtype=torch.float32)
     layout = Layout.from_lengths([3, 2])
@@ -176,7 +176,7 @@ def test_compiles_without_a_break(op):
     assert_same(out, call(*inputs), inputs)
 
 
-def test_vmap_and_grad_of_functorch():
+def test_vmap_and_grad_equal_each_call():
     q, k = random(1, 2, 3, 2, grad=False), random(1, 2, 4, 2, grad=False)
     bias, sink = random(5, 2, 9, grad=False), random(5, 2, grad=False)
     together = torch.func.vmap(lambda b, s: attention(q, k, k, distance_bias=b, sinks=s))(bias, sink)
@@ -187,7 +187,7 @@ def test_vmap_and_grad_of_functorch():
     assert_close(torch.func.grad(loss, (0, 1))(bias[0], sink[0]), torch.autograd.grad(loss(*leaves), leaves))
 
 
-def test_dropout_of_the_weights():
+def test_dropout_is_of_the_weights_at_its_rate_and_scale():
     q, k, v = random(2, 4, 40, 8), random(2, 4, 50, 8), torch.eye(50, dtype=torch.float64).expand(2, 4, 50, 50)
     plain = attention(q, k, v)  # v is the identity, so the output is the weights
     p = 0.3

@@ -101,7 +101,7 @@ def test_dropout_is_of_the_hidden_activations():
 
 
 @pytest.mark.parametrize("activation", FORMULAS)
-def test_the_module(activation):
+def test_the_module_computes_the_formula(activation):
     module = fastformer.FeedForward(6, 5, dropout=0.5, activation=activation, dtype=torch.float64).eval()
     x = random(2, 3, 6)
     hidden = FORMULAS[activation](module.linear1(x))

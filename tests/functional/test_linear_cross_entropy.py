@@ -85,7 +85,7 @@ def test_first_and_second_derivative(reduction, smoothing):
 
 
 @pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
-def test_forward_mode(reduction):
+def test_forward_mode_is_torchs(reduction):
     target, inputs, tangents = torch.tensor([0, 2, -100]), *((random(3, 2, grad=False), random(4, 2)) for _ in range(2))
     found = []
     for loss in (
@@ -97,7 +97,7 @@ def test_forward_mode(reduction):
     assert_close(*found)
 
 
-def test_a_loss_without_targets():
+def test_a_loss_without_targets_is_torchs_with_gradient_zero():
     """As torch: a mean over no target is not a number, a sum is zero; gradients of both are zero."""
     x, weight = random(2, 3), random(4, 3)
     target = torch.full((2,), -100)

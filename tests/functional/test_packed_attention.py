@@ -115,7 +115,7 @@ def test_first_and_second_derivative(lengths, rules):
 
 @pytest.mark.parametrize("lengths", [[3, 5], [3, 70]])  # either side of the length that is computed without SDPA
 @pytest.mark.parametrize("causal", [True, False])
-def test_half_precision(lengths, causal):
+def test_half_precision_is_as_accurate_as_fp64_rounded(lengths, causal):
     layout = Layout.from_lengths(lengths)
     x = [random(layout.total, 2, 8, dtype=torch.bfloat16) for _ in range(3)]
     expected = packed_attention(*(t.double() for t in x), layout, causal=causal)
@@ -123,7 +123,7 @@ def test_half_precision(lengths, causal):
 
 
 @pytest.mark.parametrize("longest", [60, 70])  # either side, again
-def test_dropout_rate_and_scale(longest):
+def test_dropout_is_of_the_weights_at_its_rate_and_scale(longest):
     layout = Layout.from_lengths([40, longest])
     q, k = random(layout.total, 4, 8), random(layout.total, 4, 8)
     v = torch.cat([torch.eye(longest, dtype=torch.float64)[:40], torch.eye(longest, dtype=torch.float64)])

@@ -134,7 +134,7 @@ def test_a_layout_used_with_fake_tensors_or_torch_func_serves_plain_calls(way):
 
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
 @pytest.mark.parametrize("form", [torch.jagged, torch.strided])
-def test_nested_tensors(form):
+def test_nested_tensors_are_packed_and_come_back(form):
     parts = [random(n, 2) for n in (3, 0, 2)]
     tokens, layout = from_nested(torch.nested.as_nested_tensor(parts, layout=form))
     assert layout.lengths.tolist() == [3, 0, 2]
@@ -145,7 +145,7 @@ def test_nested_tensors(form):
     assert_same(again.values() ** 2, torch.cat(parts) ** 2, parts)
 
 
-def test_a_jagged_tensor_with_holes():
+def test_a_jagged_tensor_with_holes_is_packed_without_them():
     values, lengths = random(7, 2), torch.tensor([2, 1])
     tokens, layout = from_nested(torch.nested.nested_tensor_from_jagged(values, torch.tensor([0, 4, 7]), lengths))
     assert layout.lengths.tolist() == [2, 1]

@@ -117,7 +117,7 @@ def check_close(found: list[Tensor], exact: list[Tensor], roundings: float = 100
         assert_close(x[known], e.detach()[known], roundings)
 
 
-def test_ops(explore: Explore) -> None:
+def test_drawn_calls_of_ops_equal_their_formula_or_are_refused(explore: Explore) -> None:
     def check(random: Random) -> str:
         torch.manual_seed(random.randrange(1000))
         op, formula, arguments = random.choice((attention, attention, loss))(random)
@@ -231,7 +231,7 @@ def by_formula() -> Iterator[None]:
         yield
 
 
-def test_modules(explore: Explore) -> None:
+def test_drawn_modules_equal_torchs_or_are_refused(explore: Explore) -> None:
     """Modules of torch and of fastformer, changed in the same way, with masks of any kind."""
 
     def check(random: Random) -> str:

@@ -29,7 +29,9 @@ from tests.support.fused_op import DEVICE, needs_kernels
     all_pairs(LAYERS, ["encoder", "decoder"], [None, 16], [[3, 5, 4], [3]]),
     ids=str,
 )
-def test_every_kind_of_layer(layer: str, kind: str, capacity: int | None, rows: list[int]) -> None:
+def test_steps_of_every_kind_of_layer_equal_the_whole_row(
+    layer: str, kind: str, capacity: int | None, rows: list[int]
+) -> None:
     """Tokens one by one, a chunk, prompts of different lengths, and one by one again."""
     for stack, cache, uncached in caches(kind, rows, capacity=capacity, **LAYERS[layer]):
         for seed, lengths, how in (
@@ -41,7 +43,7 @@ def test_every_kind_of_layer(layer: str, kind: str, capacity: int | None, rows: 
 
 @pytest.mark.parametrize("kind", ["encoder", "decoder"])
 @pytest.mark.parametrize("seed", range(4))
-def test_random_orders_of_steps_and_changes_of_rows(kind: str, seed: int) -> None:
+def test_steps_equal_the_whole_row_after_any_change_of_rows(kind: str, seed: int) -> None:
     """Random steps, chunks, ragged chunks, reorders, rows that leave, come twice, or are cropped; caches that grow."""
     generator = torch.Generator().manual_seed(seed)
 
@@ -99,7 +101,7 @@ def test_a_static_cache_keeps_its_tensors_until_it_grows() -> None:
 
 
 @pytest.mark.parametrize("hidden_too", [True, False])
-def test_a_whole_transformer(hidden_too: bool) -> None:
+def test_steps_of_a_transformer_equal_its_forward(hidden_too: bool) -> None:
     """The decoder sees the padding of the source, or does not."""
     torch.manual_seed(0)
     theirs = nn.Transformer(D, HEADS, 2, 2, 24, batch_first=True).double().eval()
@@ -118,7 +120,7 @@ def test_a_whole_transformer(hidden_too: bool) -> None:
 
 @needs_kernels
 @pytest.mark.parametrize("capacity", [None, 12])
-def test_kernels(capacity: int | None, triton_backend: None) -> None:
+def test_steps_with_kernels_equal_the_whole_row(capacity: int | None, triton_backend: None) -> None:
     """fp32: sums of at most 24 products in another order, through two layers of norms."""
     theirs, ours = both("decoder", norm_first=True)
     ours = ours.float().to(DEVICE)
@@ -143,7 +145,7 @@ def test_under_autocast_keys_are_what_projections_give() -> None:
 
 
 @pytest.mark.parametrize(("kind", "capacity"), [("encoder", None), ("decoder", 8)])
-def test_no_rows_and_no_tokens(kind: str, capacity: int | None) -> None:
+def test_steps_without_rows_and_without_tokens_change_nothing(kind: str, capacity: int | None) -> None:
     _, ours = both(kind)
     empty = torch.zeros(0, dtype=torch.int64)
     memory = torch.zeros(0, 3, D, dtype=torch.float64)
@@ -163,7 +165,7 @@ def test_no_rows_and_no_tokens(kind: str, capacity: int | None) -> None:
 
 
 @pytest.mark.parametrize("capacity", [None, 8])
-def test_layouts_of_masks_with_gaps(capacity: int | None) -> None:
+def test_tokens_and_memories_with_gaps_are_read_without_them(capacity: int | None) -> None:
     """A cache has no gaps; new tokens and memories may come from padded batches that do."""
     hidden = torch.tensor([[True, True, False, True, False], [False, True, False, False, True]])
     layout = Layout.from_mask(hidden)
@@ -179,7 +181,7 @@ def test_layouts_of_masks_with_gaps(capacity: int | None) -> None:
 
 @pytest.mark.parametrize("nested", [torch.jagged, torch.strided])
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
-def test_a_nested_memory(nested: torch.layout) -> None:
+def test_a_nested_memory_is_read_like_a_padded_one(nested: torch.layout) -> None:
     theirs, ours = both("decoder")
     memories = drawn(2, 3, seed=9)
     memory = torch.nested.nested_tensor(memories, layout=nested)
@@ -213,7 +215,7 @@ def test_caches_inside_and_outside_of_inference_mode(inside: tuple[bool, ...], k
             assert capacity or before.tolist() == read  # which may be looked at
 
 
-def test_a_step_under_a_compiler() -> None:
+def test_a_compiled_step_equals_the_whole_row() -> None:
     for stack, cache, uncached in caches("decoder", [3, 3], capacity=8):
         step = torch.compile(stack.step, backend="eager")
         for t in range(3):
@@ -223,7 +225,7 @@ def test_a_step_under_a_compiler() -> None:
             )
 
 
-def test_copies() -> None:
+def test_copies_of_caches_and_stacks_go_on_by_themselves() -> None:
     """Of the cache, of the stack, of both, and pickled: each goes on by itself, as where a prompt is read once."""
     ((stack, cache, uncached),) = caches("encoder", [1, 1])
     assert_reads(stack, cache, uncached, drawn(3, 3), "equal")

@@ -34,7 +34,7 @@ IN_FP16 = ("MultiheadAttention", "TransformerEncoderLayer", "TransformerDecoderL
     ("name", "dtype"),
     [*((name, torch.float32) for name in MODULES), *((name, torch.float16) for name in IN_FP16)],
 )
-def test_every_module(name, dtype):
+def test_every_module_is_as_accurate_as_the_reference(name, dtype):
     case = CASES[name]
     args, kwargs = case.inputs(3, 5, dtype)
     assert_module_as_accurate_as_reference(case.pair()[0], args, dtype, case.method, **kwargs)
@@ -59,18 +59,18 @@ each_option = pytest.mark.parametrize("name", ["rms", "all"])
 
 
 @each_option
-def test_causal_encoders_with_options(name):
+def test_causal_encoders_with_options_are_as_accurate_as_the_reference(name):
     masks = {"src_key_padding_mask": hidden("right"), "is_causal": True}
     assert_module_as_accurate_as_reference(encoder(name), (batch(),), **masks)
 
 
-def test_a_decoder_with_options():
+def test_a_decoder_with_options_is_as_accurate_as_the_reference():
     masks = {"memory_key_padding_mask": hidden("right"), "tgt_mask": ahead(6), "tgt_is_causal": True}
     assert_module_as_accurate_as_reference(decoder("all"), (batch(6), batch()), **masks)
 
 
 @each_option
-def test_steps_with_options(name):
+def test_steps_with_options_are_as_accurate_as_the_reference(name):
     x, layout = batch(), Layout.from_lengths(LENGTHS - 1, DEVICE, L)
 
     def results(stack: Any) -> list[Tensor]:

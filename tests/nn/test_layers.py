@@ -47,7 +47,7 @@ SETTINGS = {
 @pytest.mark.parametrize(
     ("name", "kind", "norm_first", "dtype"), all_pairs(SETTINGS, LAYERS, [True, False], [torch.float64, torch.float32])
 )
-def test_every_setting(name, kind, norm_first, dtype):
+def test_every_setting_computes_what_torch_does(name, kind, norm_first, dtype):
     ours, torchs = twins(kind, dtype, norm_first=norm_first, **SETTINGS[name])
     for inputs in (inputs_for(kind, "batch" not in name, dtype), inputs_for(kind, dtype=dtype, batched=False)):
         for training in (True, False):

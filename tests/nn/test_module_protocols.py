@@ -45,7 +45,7 @@ def real(name: str, out: Tensor, call: Any) -> Tensor:
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_autocast(name):
+def test_autocast_gives_torchs_dtypes_and_accuracy(name):
     """Dtypes are torch's; errors are of the low precision, of output and gradients."""
     case, dtype = CASES[name], HALVES[len(name) % 2]
     ours, other = case.pair()
@@ -64,7 +64,7 @@ def test_autocast(name):
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_gradient_scaling(name):
+def test_scaled_steps_equal_unscaled_ones_and_overflow_is_left_out(name):
     """A step is that without a scaler; where a gradient is no number, it is left out and the scale is halved."""
     case = CASES[name]
     ours, plain = case.pair(dtype=torch.float64)
@@ -92,7 +92,7 @@ def test_gradient_scaling(name):
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_activation_checkpointing(name):
+def test_checkpointing_recomputes_the_same_bits(name):
     """Dropout included; the reentrant form needs an input with a gradient, and ids have none."""
     case = CASES[name]
     module, _ = case.pair(dropout=0.5)
@@ -147,7 +147,7 @@ def of_squares(out: Tensor, module: nn.Module) -> tuple[Tensor, ...]:
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_an_ensemble_by_vmap(name):
+def test_an_ensemble_by_vmap_equals_each_model(name):
     """Many models of one form at once, and the gradients of each."""
     case = CASES[name]
     models = [case.pair(dtype=torch.float64)[0] for _ in range(3)]
@@ -168,7 +168,7 @@ def test_an_ensemble_by_vmap(name):
 
 
 @pytest.mark.parametrize("name", PADDED)
-def test_inputs_by_vmap(name):
+def test_inputs_by_vmap_equal_each_input(name):
     case = CASES[name]
     module, _ = case.pair(dtype=torch.float64)
     calls = [case.inputs(B, L, torch.float64) for _ in range(3)]
@@ -195,7 +195,7 @@ COPIES: dict[str, Callable[[nn.Module], nn.Module]] = {
 
 
 @pytest.mark.parametrize(("name", "how"), [(name, [*COPIES][i % 3]) for i, name in enumerate(CASES)])
-def test_copies(name, how):
+def test_copies_compute_the_same_with_parameters_of_their_own(name, how):
     """Of a module that has run: the same class, values and dropout, parameters of its own, what is tied still tied."""
     case = CASES[name]
     module, _ = case.pair(dropout=0.5)
@@ -219,7 +219,7 @@ def test_copies(name, how):
 @pytest.mark.parametrize(
     ("name", "how"), [*((name, "export") for name in PADDED), *((name, "functionalize") for name in PADDED[::3])]
 )
-def test_programs(name, how):
+def test_programs_compute_what_the_module_does(name, how):
     """A program made of a module computes what the module does, with other masks too."""
     case = CASES[name]
     module = case.pair()[0].eval()

@@ -70,7 +70,7 @@ WEIGHTS = [(True, True), (True, False), (False, True)]  # need_weights, average_
     all_pairs(OPTIONS, MASKS, KINDS, KEY_PADDING, WEIGHTS, [torch.float64, torch.float32]),
     ids=str,
 )
-def test_every_option_with_every_mask(option, attn, kind, key_padding, weights, dtype):
+def test_every_option_with_every_mask_computes_what_torch_does(option, attn, kind, key_padding, weights, dtype):
     """One tensor cannot have two widths: where they differ, all inputs do."""
     ours, torchs = attention(dtype, **OPTIONS[option])
     inputs = inputs_for("all different" if "vdim" in option else kind, ours, dtype)
@@ -92,7 +92,7 @@ CAUSAL = [(None, "bool"), (None, "float"), *((x, y) for x in ("bool", "learned")
 @pytest.mark.parametrize(
     ("masks", "need_weights", "batch_first"), all_pairs(CAUSAL, [True, False], [True, False]), ids=str
 )
-def test_is_causal(masks, need_weights, batch_first):
+def test_is_causal_computes_what_torch_does(masks, need_weights, batch_first):
     key_padding, mask_kind = masks
     ours, torchs = attention(batch_first=batch_first)
     arguments = {"attn_mask": AHEAD if mask_kind == "bool" else minus_infinity(AHEAD), "is_causal": True}
@@ -123,7 +123,7 @@ def test_is_causal_leaves_the_extra_keys_open(options, need_weights, stated):
     ("masks", "kind", "batch_first", "need_weights"),
     all_pairs(["none", "key_padding", "2", "3"], ["self", "all different"], [True, False], [True, False]),
 )
-def test_unbatched(masks, kind, batch_first, need_weights):
+def test_unbatched_input_computes_what_torch_does(masks, kind, batch_first, need_weights):
     ours, torchs = attention(batch_first=batch_first, add_zero_attn=True)
     inputs = inputs_for(kind, ours, batched=False)
     keys = len(inputs[1])

@@ -288,7 +288,7 @@ def test_no_tokens_and_masks_over_columns(name, lengths):
     assert stack.step(x, stack.new_cache(B), torch.tensor(lengths)).shape == x.shape
 
 
-def test_the_tables_of_the_paper():
+def test_tables_are_those_of_the_paper():
     cos, sin = Rotary(theta=100.0).tables(6, 5, torch.zeros(1, dtype=torch.float64))
     assert cos.dtype == torch.float64
     assert cos.shape == sin.shape
@@ -309,7 +309,7 @@ def test_far_positions_are_rounded_once():
         assert abs(float(cos[position, i]) - exact) <= 2**-24
 
 
-def test_a_share_and_a_scale():
+def test_a_share_and_a_scale_change_the_tables():
     like = torch.zeros(1, dtype=torch.float64)
     cos, _ = Rotary(share=0.5, scaling=4.0).tables(8, 9, like)
     plain, _ = Rotary().tables(4, 9, like)
@@ -344,7 +344,7 @@ def test_wrong_settings_are_refused_by_name():
             made(**settings)
 
 
-def test_alibi_of_the_paper():
+def test_alibi_is_that_of_the_paper():
     bias = ALiBi(8)(4)
     assert bias.shape == (8, 7)
     for head in range(8):
@@ -380,7 +380,7 @@ def bucket(distance: int, buckets: int, furthest: int, bidirectional: bool) -> i
 
 @pytest.mark.parametrize("bidirectional", [False, True])
 @pytest.mark.parametrize(("buckets", "furthest"), [(32, 128), (8, 6), (16, 1000)])
-def test_buckets_of_the_paper(bidirectional, buckets, furthest):
+def test_buckets_are_those_of_the_paper(bidirectional, buckets, furthest):
     bias = RelativeBias(3, buckets, furthest, bidirectional)
     length = 300
     expected = [bucket(d, buckets, furthest, bidirectional) for d in range(1 - length, length)]

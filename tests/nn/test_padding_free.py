@@ -42,7 +42,7 @@ MASKS = {
 
 
 @pytest.mark.parametrize(("mask", "padding", "norm_first"), all_pairs(MASKS, PADDING, [True, False]))
-def test_encoder(mask, padding, norm_first, tokens_seen):
+def test_an_encoder_computes_torchs_numbers_on_real_tokens_alone(mask, padding, norm_first, tokens_seen):
     if mask.startswith("causal") and PADDING[padding][0][:, 0].any():
         padding = "right"  # torch gives NaN where the first real query may attend to nothing before it
     ours, torchs = twins("TransformerEncoder", norm_first=norm_first, activation="gelu")
@@ -69,7 +69,7 @@ def test_causal_padding_on_the_left_is_each_sequence_alone(hidden):
 @pytest.mark.parametrize(
     ("padding", "which", "batch_first"), all_pairs(PADDING, ["both", "target", "source"], [True, False])
 )
-def test_decoder(padding, which, batch_first, tokens_seen):
+def test_a_decoder_computes_torchs_numbers_on_real_tokens_alone(padding, which, batch_first, tokens_seen):
     ours, torchs = twins("TransformerDecoder", batch_first=batch_first)
     hidden, hidden_keys = PADDING[padding]
     arguments = {"tgt_mask": band(T, T), "memory_mask": torch.randn(T, S, dtype=torch.float64)}
@@ -89,7 +89,7 @@ def test_decoder(padding, which, batch_first, tokens_seen):
     ("memory", "batch_first", "norm_first"),
     all_pairs(["same", "equal", "additive", "other", "none"], [True, False], [True, False]),
 )
-def test_transformer(memory, batch_first, norm_first, tokens_seen):
+def test_a_transformer_computes_torchs_numbers_on_real_tokens_alone(memory, batch_first, norm_first, tokens_seen):
     """Where the decoder attends to padded sources, it gets what torch's encoder makes of them."""
     ours, torchs = twins("Transformer", batch_first=batch_first, norm_first=norm_first)
     hidden, hidden_source = PADDING["right"]
@@ -131,7 +131,7 @@ def test_transformer_never_pads_in_between(monkeypatch):
     assert calls == ["gather", "gather", "spread"]
 
 
-def test_unbatched_input():
+def test_unbatched_input_with_padding_is_torchs():
     hidden = torch.tensor([False, True, False, False, True])
     for batch_first in (True, False):
         ours, torchs = twins("TransformerEncoder", batch_first=batch_first)
@@ -244,7 +244,7 @@ def test_layers_that_are_computed_again_in_backward_change_no_bit():
 
 
 @pytest.mark.filterwarnings("ignore:There is a performance drop")
-def test_gradients_of_each_sequence_by_vmap():
+def test_gradients_by_vmap_are_those_of_each_sequence():
     ours, _ = twins("TransformerEncoder")
     parameters = {name: p.detach() for name, p in ours.named_parameters()}
     x, hidden = random(B, T, D, grad=False), PADDING["gaps"][0]

@@ -71,7 +71,9 @@ def name_of(value: Any) -> str:
 
 
 @pytest.mark.parametrize(("fillings", "dtype", "op", "case"), CALLS, indirect=["fillings"], ids=name_of)
-def test_attention(fillings: tuple[float, ...], dtype: torch.dtype, op: Callable[..., Any], case: str) -> None:
+def test_attention_reads_no_padding(
+    fillings: tuple[float, ...], dtype: torch.dtype, op: Callable[..., Any], case: str
+) -> None:
     given, real = CASES[case]
     given = {name: x.to(DEVICE) if isinstance(x, Tensor) else x for name, x in given.items()}
     if case == "additive mask":
@@ -95,7 +97,9 @@ def test_attention(fillings: tuple[float, ...], dtype: torch.dtype, op: Callable
 
 @pytest.mark.parametrize("queries", [1, 4])
 @pytest.mark.parametrize("given", [{"key_lengths": KEYS}, {"key_mask": HOLES}], ids=["lengths", "mask"])
-def test_a_step_of_decoding(given: dict[str, Tensor], queries: int, fillings: tuple[float, ...]) -> None:
+def test_padding_changes_no_bit_of_a_step_of_decoding(
+    given: dict[str, Tensor], queries: int, fillings: tuple[float, ...]
+) -> None:
     """Without a gradient, few queries on many keys: a kernel of its own."""
     real = WITHIN if "key_lengths" in given else HOLES
     q, k, v = (torch.randn(B, H, n, K) for n in (queries, S, S))
@@ -106,7 +110,7 @@ def test_a_step_of_decoding(given: dict[str, Tensor], queries: int, fillings: tu
     agree(results)
 
 
-def test_cross_attention_of_a_module(fillings: tuple[float, ...]) -> None:
+def test_padding_changes_no_bit_of_cross_attention(fillings: tuple[float, ...]) -> None:
     """Outputs, weights and the gradients of the queries and of real memory; a module's own weights meet all memory."""
     module = MultiheadAttention(K, H, batch_first=True).to(DEVICE)
     query = torch.randn(B, T, K, device=DEVICE, requires_grad=True)
@@ -139,7 +143,7 @@ PADDED: dict[str, tuple[Callable[[Any], object], dict[str, Any]]] = {
 @pytest.mark.parametrize("additive", [False, True], ids=["bool", "additive"])
 @pytest.mark.parametrize("kind", ["encoder", "decoder"])
 @pytest.mark.parametrize("way", PADDED)
-def test_a_stack_that_runs_padded(way: str, kind: str, additive: bool) -> None:
+def test_padding_changes_no_bit_of_a_stack_that_runs_padded(way: str, kind: str, additive: bool) -> None:
     """Outputs, weights, and gradients of parameters and of real inputs; torch's are NaN."""
     name = kind.capitalize()
     layer = getattr(fastformer, f"Transformer{name}Layer")(K, 2, 24, batch_first=True, dropout=0.0)
@@ -163,7 +167,7 @@ def test_a_stack_that_runs_padded(way: str, kind: str, additive: bool) -> None:
     agree(results)
 
 
-def test_memory_in_a_cache(fillings: tuple[float, ...]) -> None:
+def test_padding_of_a_memory_changes_no_bit_of_cached_steps(fillings: tuple[float, ...]) -> None:
     """Outputs of steps and chunks, of a decoder whose cache was made of a padded memory."""
     layer = fastformer.TransformerDecoderLayer(K, 2, 24, batch_first=True, dropout=0.0)
     stack = fastformer.TransformerDecoder(layer, 1).to(DEVICE).eval()

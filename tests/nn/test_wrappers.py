@@ -117,7 +117,9 @@ TARGETS = ["linear1", "out_proj", "multihead_attn", "all-linear", "linear1 self_
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("order", ["adapted, converted", "converted, adapted"])
 @pytest.mark.parametrize("targets", TARGETS)
-def test_lora(targets: str, order: str, packed: list[int]) -> None:
+def test_lora_changes_the_output_learns_and_equals_its_merged_weights(
+    targets: str, order: str, packed: list[int]
+) -> None:
     """PEFT's adapters change the output, learn, and equal their merged weights; those of attention run padded."""
     peft = pytest.importorskip("peft")
     wanted = targets if targets == "all-linear" else targets.split()

@@ -74,16 +74,11 @@ def _check_choice(name: str, value: int | str, count: int, words: tuple[str, ...
 
 
 def attend_ids(model: Any, ids: Sequence[int], tokens: Sequence[str], text: str = "") -> AttentionMaps:
-    """Compute every attention weight of a model for one sequence.
+    """Compute every attention weight of a model for the ids of one sequence.
 
-    Args:
-        model: a language model or a classifier; call `.eval()` first, or dropout sets some weights to 0.
-        ids: the ids of the sequence.
-        tokens: a name for each id.
-        text: the text in the title; empty: the tokens.
-
-    Raises:
-        ValueError: there is no id, tokens has another length, or the ids exceed the number of learned positions.
+    model: a language model or a classifier; call `.eval()` first, or dropout sets some weights to 0. tokens: a name for
+    each id. text: the text in the title; empty: the tokens. Raises ``ValueError`` if there is no id, tokens has another
+    length, or the ids exceed the number of learned positions.
     """
     if not len(ids) or len(ids) != len(tokens):
         raise ValueError(f"ids and tokens must be equally many and at least one, not {len(ids)} and {len(tokens)}")

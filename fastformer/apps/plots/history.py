@@ -11,7 +11,6 @@ if TYPE_CHECKING:
 
 # The Okabe-Ito palette, distinguishable with colour blindness.
 _COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
-_MARKERS = "osD^v"  # the next seven runs have the same colours and other points
 _LONGEST_NAME = 48
 _LABELS = {
     "loss": "loss (nats per token)",
@@ -77,7 +76,7 @@ def _shorten(run: str) -> str:
 
 
 def _style(number: int) -> dict[str, Any]:
-    marker = _MARKERS[number // len(_COLOURS) % len(_MARKERS)]
+    marker = "osD^v"[number // len(_COLOURS) % 5]  # the next seven runs have the same colours and other points
     return {"color": _COLOURS[number % len(_COLOURS)], "linewidth": 1.6, "marker": marker, "markersize": 3.5}
 
 

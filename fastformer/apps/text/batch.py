@@ -45,8 +45,7 @@ class SequenceBatch:
         """Return the batch with its ids on `device`; the lengths stay on the CPU.
 
         On a device other than the CPU the attribute `layouts` holds the layout of each side, sent in the same transfer.
-        It is not a field, so that `dataclasses.replace` drops it with the old lengths. The call never waits for the
-        device, whatever the value of `non_blocking`.
+        It is not a field, so that `dataclasses.replace` drops it with the old lengths. The call never waits.
         """
         lengths = {side.lengths for side in self.SIDES}
         names = [name for name, value in vars(self).items() if isinstance(value, Tensor) and name not in lengths]
@@ -145,12 +144,8 @@ class LabelledBatch(SequenceBatch):
 def share_of(lengths: Tensor, rank: int, world: int) -> slice:
     """Return the sequences of process `rank` of `world`: consecutive ones, with about as many tokens as in each other.
 
-    A sequence goes to the process whose share of the tokens contains its middle; a process may get none.
-
-    Args:
-        lengths: int64 `[B]`, on the CPU: tokens of each sequence, or another measure of work.
-        rank: 0 to world - 1.
-        world: number of processes.
+    A sequence goes to the process whose share of the tokens contains its middle; a process may get none. `lengths` are
+    int64 `[B]`, on the CPU: tokens of each sequence, or another measure of work.
     """
     ends = lengths.cumsum(0)
     total = int(ends[-1]) if len(ends) else 0

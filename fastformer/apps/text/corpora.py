@@ -69,9 +69,9 @@ def read_parallel(
     """
     source: list[str] = []
     target: list[str] = []
-    lines, empty, beyond = [0, 0], 0, 0
+    source_lines = target_lines = empty = beyond = 0
     for line, translation in zip_longest(iterate_lines(source_path), iterate_lines(target_path)):
-        lines[0], lines[1] = lines[0] + (line is not None), lines[1] + (translation is not None)
+        source_lines, target_lines = source_lines + (line is not None), target_lines + (translation is not None)
         line, translation = (line or "").strip(), (translation or "").strip()
         if limit is not None and len(source) >= limit:
             beyond += 1
@@ -80,9 +80,9 @@ def read_parallel(
             target.append(translation)
         else:
             empty += 1
-    if lines[0] != lines[1]:
+    if source_lines != target_lines:
         raise TextError(
-            f"{source_path} has {lines[0]:,} lines but {target_path} has {lines[1]:,}: "
+            f"{source_path} has {source_lines:,} lines but {target_path} has {target_lines:,}: "
             "line i of one must translate line i of the other"
         )
     if not source:
@@ -182,18 +182,10 @@ def read_text(path: str | Path, document: DocumentKind = "line", name: str | Non
 
 
 def hold_out(keys: Sequence[Hashable], share: float, seed: int, what: str) -> tuple[list[int], list[int], list[int]]:
-    """Draw the items of a text for training, validation and testing; return their indices, ascending.
+    """Draw `share` of the distinct items each for validation and testing, the rest for training.
 
-    Items with equal keys go to the same set, so that no held-out item is seen in training.
-
-    Args:
-        keys: a key for each item; items with equal keys are copies.
-        share: share of the distinct items for each of the two held-out sets.
-        seed: of the draw.
-        what: name of the items, for the message.
-
-    Raises:
-        TextError: there are too few distinct items for three sets.
+    Items with equal keys go to the same set, so that no held-out item is seen in training. Returns the indices of each
+    set, ascending. Raises ``TextError``, which calls the items `what`, if they are too few for three sets.
     """
     copies: dict[Hashable, list[int]] = {}
     for index, key in enumerate(keys):

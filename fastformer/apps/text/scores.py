@@ -1,9 +1,7 @@
 """Scores of translations: sacreBLEU, chrF, TER and exact match, computed on detokenised text only.
 
-BLEU counts words, so it depends on the boundaries of words, which differ by language. `bleu_tokenizer` chooses as
-sacrebleu does: `zh`, `ja-mecab`, `ko-mecab`, and `13a` for all other languages; `char` for languages without spaces for
-which sacrebleu has no word tokenizer. Scores can be compared only if their signatures are equal (Post 2018, "A call for
-clarity in reporting BLEU scores").
+BLEU counts words, whose boundaries differ by language. Scores can be compared only if their signatures are equal (Post
+2018, "A call for clarity in reporting BLEU scores").
 """
 
 import logging
@@ -64,18 +62,16 @@ class Scores:
 
 
 def bleu_tokenizer(language: str) -> str:
-    """Return the name of sacrebleu's tokenizer for a target language such as `de`, `zh-CN` or `jpn_Jpan`."""
+    """Return the name of sacrebleu's tokenizer for a target language such as `de`, `zh-CN` or `jpn_Jpan`.
+
+    `char` is for languages without spaces for which sacrebleu has no tokenizer of words.
+    """
     code = re.split("[-_]", language.lower())[0]
     return next((name for name, codes in _BY_LANGUAGE.items() if code in codes), "13a")
 
 
 def check_bleu_tokenizer(tokenizer: str) -> None:
-    """Raise an error unless a BLEU tokenizer exists and the packages that it needs are installed.
-
-    Raises:
-        ValueError: there is no such tokenizer.
-        ImportError: it needs a package that is not installed.
-    """
+    """Raise ValueError for an unknown BLEU tokenizer, and ImportError if a package that it needs is not installed."""
     _bleu(tokenizer)
 
 
@@ -151,25 +147,18 @@ def compare_translations(
 
     Args:
         systems: name -> translations, one for each sentence.
-        references: one for each sentence.
-        tokenizer: as in `score_translations`.
+        references, tokenizer: as in `score_translations`.
         bootstrap: number of resamples.
 
-    Returns:
-        BLEU, chrF and TER of each system; the first one has no p-value.
-
-    Raises:
-        ValueError: there are fewer than two systems, or as in `score_translations`.
+    Returns BLEU, chrF and TER of each system; the first one has no p-value. Raises ``ValueError`` for fewer than two
+    systems, and the errors of `score_translations`.
     """
     from sacrebleu.significance import PairedTest
 
     if len(systems) < 2:
         raise ValueError(f"systems must be at least two, not {len(systems)}")
     lists = _checked(list(systems.values()), [references])
-    metrics = {
-        name: type(metric)(references=lists, **({"tokenize": tokenizer} if name == "bleu" else {}))
-        for name, metric in _metrics(tokenizer).items()
-    }
+    metrics = _metrics(tokenizer, references=lists)
     pairs = [(name, list(translations)) for name, translations in systems.items()]
     _, results = PairedTest(pairs, metrics, references=None, test_type="bs", n_samples=bootstrap)()
     scores = []
@@ -192,22 +181,22 @@ def _checked(systems: Sequence[Sequence[str]], references: Sequence[Sequence[str
     return [list(each) for each in references]
 
 
-def _metrics(tokenizer: str, lowercase: bool = False) -> dict[str, Any]:
+def _metrics(tokenizer: str, lowercase: bool = False, references: list[list[str]] | None = None) -> dict[str, Any]:
     from sacrebleu.metrics import CHRF, TER
 
     return {
-        "bleu": _bleu(tokenizer, lowercase),
-        "chrf": CHRF(lowercase=lowercase),
-        "ter": TER(),  # lower-cased, as in tercom
+        "bleu": _bleu(tokenizer, lowercase, references),
+        "chrf": CHRF(lowercase=lowercase, references=references),
+        "ter": TER(references=references),  # lower-cased, as in tercom
     }
 
 
-def _bleu(tokenizer: str, lowercase: bool = False) -> Any:
+def _bleu(tokenizer: str, lowercase: bool = False, references: list[list[str]] | None = None) -> Any:
     from sacrebleu.metrics import BLEU
 
     check_value("bleu_tokenizer", tokenizer, str, choices=BLEU_TOKENIZERS)
     try:
-        return BLEU(lowercase=lowercase, tokenize=tokenizer)
+        return BLEU(lowercase=lowercase, tokenize=tokenizer, references=references)
     except RuntimeError:  # MeCab or its dictionary is missing
         extra = tokenizer.partition("-")[0]
         raise ImportError(

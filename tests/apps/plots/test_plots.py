@@ -90,28 +90,6 @@ def test_the_legend_names_runs_whatever_their_names_are():
     assert len(set(looks)) == len(names)
 
 
-@pytest.mark.parametrize("perplexities", [(20.0, 7.4), (900.0, 80.0), (1.03, 1.001), (3.0, 3.0)])
-def test_the_axis_of_perplexity_has_numbers(perplexities):
-    records = [{"kind": "validation", "step": i, "loss": 1.0, "perplexity": x} for i, x in enumerate(perplexities)]
-    axes = plot_history({"run": records}).axes[1]
-    renderer_of(axes.figure)
-    low, high = axes.get_ylim()
-    assert sum(low <= x <= high for x in axes.get_yticks()) >= 2
-    assert all("$" not in label for label in labels_of(axes.yaxis))
-
-
-@pytest.mark.parametrize("scale", [1e-6, 3.3, 1e9])
-@pytest.mark.parametrize(("steps", "runs"), [(1, 1), (98765, 3)])
-def test_no_text_of_learning_curves_is_cut_off(scale, steps, runs):
-    names = ("loss", "perplexity", "bleu", "a rather long name of a value")
-    records = [
-        {"kind": kind, "step": (i + 1) * steps, **dict.fromkeys(names, (1 + i) * scale)}
-        for i in range(4)
-        for kind in ("train", "validation")
-    ]
-    check_texts(plot_history({f"runs/number{i}": records for i in range(runs)}))
-
-
 @pytest.mark.parametrize(
     ("panels", "target", "source", "word"),
     [
@@ -168,12 +146,6 @@ def test_positions_show_values_and_their_cosine_similarity():
     torch.testing.assert_close(similarity, torch.cosine_similarity(encoding[:, None], encoding[None], dim=-1))
     with pytest.raises(ValueError, match=r"encoding has shape \[4\]; it must be \[T, D\]"):
         plot_positions(torch.randn(4))
-
-
-@pytest.mark.parametrize("scale", [1e-9, 0.0, 123456.0])
-@pytest.mark.parametrize("length", [1, 512])
-def test_no_text_of_positions_is_cut_off(scale, length):
-    check_texts(plot_positions(scale * torch.randn(length, 2 * min(length, 64)), "positions " * 20))
 
 
 @pytest.mark.slow

@@ -19,16 +19,8 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[2]
 IN_WHEEL = {"fastformer", "fastformer_kernels"}
 IN_SDIST = {
-    "pyproject.toml",
-    "README.md",
-    "LICENSE",
-    "fastformer",
-    "kernels",
-    "tests",
-    "benchmarks",
-    "examples",
-    "docs",
-}
+    "pyproject.toml", "README.md", "LICENSE", "fastformer", "kernels", "tests", "benchmarks", "examples", "docs",
+}  # fmt: skip
 USE = """
 import importlib.util, sys, torch, fastformer, fastformer_kernels
 assert sys.prefix in fastformer.__file__, fastformer.__file__

@@ -8,7 +8,6 @@ import torch
 
 from fastformer.apps.language.model import CLASSICAL, LanguageConfig, LanguageModel
 from fastformer.apps.text import EncodedDocuments, LanguageBatch, Sequences
-from fastformer.apps.text.language_batches import collate_pieces, cut_documents
 from tests.support import single_stack
 from tests.support.single_stack import SIZES
 from tests.support.translation_task import IDS, random_ids
@@ -45,13 +44,3 @@ def steps_documents(count: int, seed: int) -> EncodedDocuments:
     drawn = zip(random.integers(0, 7, count), random.integers(1, 7, count), random.integers(3, 13, count), strict=True)
     documents = [[4 + int(start + i * step) % 7 for i in range(n)] for start, step, n in drawn]
     return EncodedDocuments(Sequences.from_lists(documents), IDS)
-
-
-def bigram_loss(documents: EncodedDocuments) -> float:
-    """Mean cross entropy of the best prediction from the last token alone, counted on the documents themselves."""
-    pieces = cut_documents(documents, context=10**6)
-    batch = collate_pieces(pieces, np.arange(len(pieces)))
-    counts = torch.zeros(STEPS_VOCABULARY, STEPS_VOCABULARY, dtype=torch.float64)
-    counts.index_put_((batch.ids_in, batch.ids_out), torch.ones((), dtype=torch.float64), accumulate=True)
-    share = counts / counts.sum(1, keepdim=True).clamp(min=1)
-    return float(-(counts * share.clamp(min=1e-300).log()).sum() / counts.sum())

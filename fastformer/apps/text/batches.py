@@ -19,7 +19,7 @@ from fastformer.settings import check_value
 from .batch import Batch, LabelledBatch, SequenceBatch
 from .corpora import ParallelCorpus
 from .encoding import EncodedPairs, Ints, Sequences, encode_pairs
-from .sentencepiece_tokenizer import seed_sampling
+from .sentencepiece_tokenizer import seed_sampling, warn_of_salted_sampling
 from .tokenizer import SpecialIds, Tokenizer
 
 B = TypeVar("B", bound=SequenceBatch)
@@ -188,7 +188,8 @@ class Batches(EpochBatches[Batch]):
 class SampledBatches(EpochBatches[Batch]):
     """Batches of sentence pairs whose pieces are drawn anew each epoch: subword regularisation, or BPE dropout.
 
-    The pieces depend on (seed, epoch) only, so that a resumed run sees those of the uninterrupted one.
+    The pieces depend on (seed, epoch) only, so that a resumed run sees those of the uninterrupted one: in every process
+    with sentencepiece up to 0.2.1, in one process with later versions, of which a warning tells.
 
     Args:
         corpus: the training pairs, which are encoded at the beginning of each epoch.
@@ -212,6 +213,7 @@ class SampledBatches(EpochBatches[Batch]):
         **options: Any,
     ) -> None:
         super().__init__(len(corpus), options.get("seed", 0))
+        warn_of_salted_sampling()
         self.longest = min(max_length, options.get("tokens") or max_length)
         self._encoding = corpus, source_tokenizer, target_tokenizer, self.longest, too_long, sampling
         self._options = options

@@ -96,8 +96,19 @@ class SentencePieceTokenizer(Tokenizer):
         return tokenizer
 
 
+def warn_of_salted_sampling() -> None:
+    """Log a warning if sentencepiece's generator ignores its seed in another process: from version 0.2.2 on."""
+    version = sentencepiece.__version__
+    if tuple(int(number) for number in version.split(".")[:3]) >= (0, 2, 2):
+        logger.warning(
+            "sentencepiece %s draws other pieces in each process: a resumed run will not equal an uninterrupted one; "
+            "for that install sentencepiece 0.2.1",
+            version,
+        )
+
+
 def seed_sampling(seed: int, epoch: int) -> None:
-    """Seed sentencepiece's generator of this thread."""
+    """Seed sentencepiece's generator of this thread; see `warn_of_salted_sampling`."""
     sentencepiece.set_random_generator_seed(int(np.random.SeedSequence((seed, epoch)).generate_state(1)[0]))
 
 

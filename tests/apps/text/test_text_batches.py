@@ -30,6 +30,7 @@ from fastformer.apps.text.batch import share_of
 from fastformer.apps.translation.model import translation_loss
 from tests.support.language_task import random_batch as language_batch
 from tests.support.language_task import random_model as language_model
+from tests.support.python import python
 from tests.support.translation_task import random_batch, random_model
 
 SOURCE_IDS = SpecialIds(unk_id=0, pad_id=1, bos_id=2, eos_id=3)
@@ -324,3 +325,20 @@ def test_a_process_may_get_nothing():
     for batch in batches:
         shares = [batch.share(rank, 3) for rank in range(3)]
         assert [share is None for share in shares] == [True, False, True]
+
+
+DRAW = """
+import sys
+from fastformer.apps.text import ParallelCorpus, SampledBatches, train_sentencepiece
+lines = ["the cat sat on the mat", "a dog ran to the house"] * 9
+tokenizer = train_sentencepiece(lines, 40, model_type=sys.argv[1])
+batches = SampledBatches(ParallelCorpus(lines, lines), tokenizer, tokenizer, 0.5, tokens=99, seed=1)
+print([batch.source.tolist() for batch in batches.epoch(1)])
+"""
+
+
+@pytest.mark.parametrize("model_type", ["bpe", "unigram"])
+def test_another_process_draws_the_same_pieces_or_a_warning_says_so(model_type):
+    first, second = (python("-c", DRAW, model_type) for _ in range(2))
+    assert first.returncode == 0, first.stderr
+    assert first.stdout == second.stdout or "draws other pieces in each process" in second.stderr

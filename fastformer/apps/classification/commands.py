@@ -16,6 +16,9 @@ from fastformer.apps.classification.run import evaluate as evaluate_folder
 from fastformer.apps.cli.console import (
     Checkpoint,
     Device,
+    Input,
+    Output,
+    RunFolder,
     app,
     check_output,
     choose_device,
@@ -27,7 +30,6 @@ from fastformer.apps.cli.options import USE, whole_number
 from fastformer.apps.cli.training import add_training
 
 RUN = Path("runs") / APPLICATION.kind
-Folder = Annotated[Path, typer.Option("--run", help=f"run folder, made by `{APPLICATION.command}`")]
 
 
 add_training(ClassificationRun, "Train a classifier of texts.")
@@ -36,11 +38,9 @@ add_training(ClassificationRun, "Train a classifier of texts.")
 @app.command(rich_help_panel=USE)
 def classify(
     texts: Annotated[list[str] | None, typer.Argument(help="texts; none: read them from --input")] = None,
-    run: Folder = RUN,
-    input: Annotated[
-        Path | None, typer.Option(help="file or pipe of texts, one a line; default: standard input")
-    ] = None,
-    output: Annotated[Path | None, typer.Option(help="file for the labels; default: standard output")] = None,
+    run: RunFolder = RUN,
+    input: Input = None,
+    output: Output = None,
     probabilities: Annotated[
         bool, typer.Option("--probabilities", help="every label and its probability, the most probable first")
     ] = False,

@@ -28,67 +28,37 @@ from fastformer.apps.classification.model import (
     sequence_classification_loss,
 )
 from fastformer.apps.classification.pretrained import ARCHITECTURES
-from fastformer.apps.runs.application import PRETRAINED, Application
+from fastformer.apps.runs.application import Application
 from fastformer.apps.runs.automatic_settings import CHOSEN, Task
+from fastformer.apps.runs.data_settings import NUMBERS, VOCABULARY, TextConfig
 from fastformer.apps.runs.run import Run
-from fastformer.apps.settings import SET, File, FolderOrName, Given, Settings, Texts, inherited, setting
-from fastformer.apps.text import SPLITTINGS, LabelledBatch, LabelledBatches, Tokenizer
+from fastformer.apps.settings import File, FolderOrName, Given, Texts, inherited, setting
+from fastformer.apps.text import LabelledBatch, LabelledBatches, Tokenizer
 from fastformer.apps.text.vocabulary import learn_tokenizer
 from fastformer.apps.train import TrainConfig, Validation
 from fastformer.settings import check_value
 
-_LEARNED = ("bpe", "unigram", "char", "words")
-TOKENIZERS = (*_LEARNED, PRETRAINED)
-_IF_PIECES, _IF_LEARNED = {"tokenizer": _LEARNED[:-1]}, {"tokenizer": _LEARNED}
-_PIECES = 8000  # entries of a sentencepiece vocabulary if `vocabulary` is unset
-_TO_SPLIT = ("number words", "a text file to split")
 
-
-class ClassificationDataConfig(Settings):
+class ClassificationDataConfig(TextConfig):
     """Settings of the labelled text, the tokenizer and the batches."""
 
     texts: ClassVar[str] = "labelled texts"  # the content of batches, as conditions name it
-    dataset: FolderOrName | None = setting(
-        "numbers", "numbers: how many digits a number has, from its words (generated)", only={"train_text": None}
+    dataset: FolderOrName | None = inherited(
+        TextConfig,
+        "dataset",
+        help="numbers: how many digits a number has, from its words (generated)",
     )
-    train_text: File | None = setting(
-        None, "labelled text (plain or compressed), a line each: label, tab, text; instead of a dataset"
+    train_text: File | None = inherited(
+        TextConfig,
+        "train_text",
+        help="labelled text (plain or compressed), a line each: label, tab, text; instead of a dataset",
     )
-    valid_text: File | None = setting(
-        None, "file of source sentences for validation; unset: split from training", only={"train_text": SET}
-    )
-    test_text: File | None = setting(
-        None, "file of source sentences for testing; unset: split from training", only={"train_text": SET}
-    )
-    held_out: float = setting(
-        0.1,
-        "share of the texts split off for validation, and as many for testing",
-        above=0,
-        below=0.5,
-        only={"corpus": _TO_SPLIT},
-    )
-    size: int = setting(4000, "texts to generate", at_least=100, only={"corpus": "number words"})
+    size: int = setting(4000, "texts to generate", at_least=100, only={"corpus": NUMBERS})
     labels: Texts | None = setting(None, "the classes, in order", derived="the training text")
-    tokenizer: str = setting(
-        "bpe",
-        "sentencepiece's bpe, unigram or char; words: a plain word list; pretrained: that of --from",
-        choices=TOKENIZERS,
-    )
-    vocabulary: int | None = setting(
-        None, f"entries at most; unset: {_PIECES:,}, or every word", at_least=5, only=_IF_LEARNED
-    )
-    splitting: str = setting("punctuation", "where words end", choices=SPLITTINGS, only={"tokenizer": "words"})
-    minimum_frequency: int = setting(1, "rarer words become <unk>", at_least=1, only={"tokenizer": "words"})
-    character_coverage: float = setting(
-        1.0, "share of characters sentencepiece must cover", at_least=0.98, at_most=1, only=_IF_PIECES
-    )
-    lowercase: bool = setting(False, "lower-case the text")
     max_length: int = setting(256, "most tokens of a text, bos counted; longer texts are cut", at_least=2)
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.train_text is None and (self.valid_text is not None or self.test_text is not None):
-            raise ValueError("valid_text and test_text need train_text")
         if self.train_text is None and self.dataset != "numbers":
             raise ValueError(f"dataset must be numbers, unless train_text is given, not {self.dataset!r}")
         if self.labels is not None and (len(set(self.labels)) < max(2, len(self.labels))):
@@ -98,13 +68,6 @@ class ClassificationDataConfig(Settings):
                 raise ValueError(
                     f"labels must be texts without tabs and ends of lines, or spaces around them, not {label!r}"
                 )
-
-    @property
-    def corpus(self) -> str:
-        """The kind of data, in words."""
-        if self.train_text is None:
-            return _TO_SPLIT[0]
-        return "text files" if self.valid_text is not None and self.test_text is not None else _TO_SPLIT[1]
 
 
 class ClassificationTrainConfig(TrainConfig):
@@ -172,7 +135,7 @@ class ClassificationRun(Run):
         return replace(data, labels=corpora["train"].labels), corpora
 
     def learn(self) -> tuple[Tokenizer]:
-        return (learn_tokenizer(self.corpora["train"].texts, self.data, pieces=_PIECES),)
+        return (learn_tokenizer(self.corpora["train"].texts, self.data, pieces=VOCABULARY),)
 
     def sides(self) -> tuple[list[str]]:
         return (self.corpora["train"].texts,)

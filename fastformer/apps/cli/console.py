@@ -2,7 +2,6 @@
 
 import collections
 import itertools
-import logging
 import os
 import re
 import sys
@@ -21,8 +20,6 @@ from fastformer.apps.system.files import check_writable, is_stream
 from fastformer.apps.text.files import checked_lines, lines_of, write_texts
 from fastformer.settings import check_value
 
-logger = logging.getLogger("fastformer")
-
 app = App(
     help="Transformers without work on padding: train, translate, evaluate. Start with: fastformer demo",
     no_args_is_help=True,
@@ -33,8 +30,10 @@ _PLAIN: dict[str, Any] = {"highlight": False, "soft_wrap": True, "markup": False
 console = Console(**_PLAIN)
 
 _DEVICES = ("cpu", "cuda", "mps", "xpu")
-RunFolder = Annotated[Path, typer.Option("--run", help="run folder, of any kind")]
+RunFolder = Annotated[Path, typer.Option("--run", help="run folder")]
 MAIN_RUN = Path("runs") / MAIN
+Input = Annotated[Path | None, typer.Option(help="file or pipe of texts, one a line; default: standard input")]
+Output = Annotated[Path | None, typer.Option(help="file for the results; default: standard output")]
 Device = Annotated[
     str, typer.Option(help="auto, cpu, cuda, cuda:N, mps or xpu; auto takes a CUDA GPU where there is one")
 ]
@@ -103,32 +102,22 @@ def check_output(output: Path | None, *inputs: Path | None, run: Path) -> None:
         folder = Path(os.path.realpath(output)).parent
         if not folder.is_dir():
             raise FileNotFoundError(f"{folder}: no such folder")
-        if not os.access(folder, os.W_OK):
-            raise PermissionError(f"{output} cannot be written")
-        check_writable(output)
+        for path in (folder, output):
+            check_writable(path)
 
 
 def put_lines(lines: Iterable[str], output: Path | None) -> None:
-    """Write lines one by one to standard output, or to a file that replaces `output` at the end; see `write_texts`.
+    """Write lines as `put_texts` does; ends of lines within one, which byte tokens may decode to, become spaces."""
+    put_texts((re.sub(r"[\r\n]+", " ", line) for line in lines), output)
 
-    Ends of lines within a line, which byte tokens may decode to, become spaces, with a warning.
-    """
-    changed = 0
 
-    def joined_lines() -> Iterator[str]:
-        nonlocal changed
-        for line in lines:
-            joined = re.sub(r"[\r\n]+", " ", line)
-            changed += joined != line
-            yield joined
-
+def put_texts(texts: Iterable[str], output: Path | None) -> None:
+    """Write texts one by one to standard output, or to a file that replaces `output` at the end; see `write_texts`."""
     if output is not None:
-        write_texts(output, joined_lines())
+        write_texts(output, texts)
     else:
-        for line in joined_lines():
-            print(line, flush=True)
-    if changed:
-        logger.warning("%d lines had ends of lines within; they have spaces there", changed)
+        for text in texts:
+            print(text, flush=True)
 
 
 def choose_device(name: str) -> str:

@@ -18,11 +18,6 @@ def serve(
     run: RunFolder,
     host: Annotated[str, typer.Option(help="address to listen at; 0.0.0.0: every network")] = "127.0.0.1",
     port: Annotated[int, whole_number("port to listen at; 0: any free one")] = 8000,
-    batch_size: Annotated[int, whole_number("requests computed at a time")] = 32,
-    queue_size: Annotated[int, whole_number("requests that may wait; more are refused")] = 256,
-    max_characters: Annotated[int, whole_number("longest text of a request")] = 5000,
-    max_tokens: Annotated[int, whole_number("most tokens of a result")] = 512,
-    timeout: Annotated[int, whole_number("seconds after which a request fails")] = 60,
     checkpoint: Checkpoint = "best",
     device: Device = "auto",
 ) -> None:
@@ -30,20 +25,16 @@ def serve(
     try:
         import uvicorn
 
-        from fastformer.apps.serve.api import Api, Limits
+        from fastformer.apps.serve.api import Api
         from fastformer.apps.serve.served_model import served_model
     except ModuleNotFoundError as error:
         if error.name not in ("starlette", "uvicorn"):
             raise
         raise ImportError(f"serving needs {error.name}: pip install 'fastformer[serve]'") from None
     check_value("port", port, int, at_least=0, at_most=65_535)
-    sizes = {"batch_size": batch_size, "queue_size": queue_size, "max_characters": max_characters}
-    for name, value in {**sizes, "max_tokens": max_tokens, "timeout": timeout}.items():
-        check_value(name, value, int, at_least=1)
     with listen(host, port) as listener:
         model = served_model(run, checkpoint, choose_device(device))
-        limits = Limits(batch_size, queue_size, max_characters, max_tokens, timeout)
-        application = Api(model, Path(run).resolve().name, limits).application(host)
+        application = Api(model, Path(run).resolve().name).application(host)
         address = listener.getsockname()
         shown = f"[{address[0]}]" if ":" in address[0] else address[0]
         console.print(f"Serving {run} at http://{shown}:{address[1]} (Ctrl-C ends)")

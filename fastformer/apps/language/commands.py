@@ -10,21 +10,23 @@ import typer
 from fastformer.apps.cli.console import (
     Checkpoint,
     Device,
+    Output,
+    RunFolder,
     app,
     check_output,
     choose_device,
     console,
+    put_texts,
 )
 from fastformer.apps.cli.options import USE, make_settings, whole_number, with_settings
 from fastformer.apps.cli.training import add_training
 from fastformer.apps.language.run import APPLICATION, LanguageRun, evaluate_text, load_generator
 from fastformer.apps.language.sampling import SamplingOptions
 from fastformer.apps.language.text_generator import attend_text
-from fastformer.apps.text.files import checked_lines, write_texts
+from fastformer.apps.text.files import checked_lines
 from fastformer.nn import pack_weights
 
 RUN = Path("runs") / APPLICATION.kind
-Folder = Annotated[Path, typer.Option("--run", help=f"run folder, made by `{APPLICATION.command}`")]
 
 
 add_training(LanguageRun, "Train a language model.")
@@ -36,9 +38,9 @@ def generate(
     prompts: Annotated[
         list[str] | None, typer.Argument(help="one or several prompts; without one, the model starts a text")
     ] = None,
-    run: Folder = RUN,
+    run: RunFolder = RUN,
     prompt_file: Annotated[Path | None, typer.Option(help="file or pipe of prompts, one a line")] = None,
-    output: Annotated[Path | None, typer.Option(help="file for the texts; default: standard output")] = None,
+    output: Output = None,
     batch_size: Annotated[int, whole_number("texts written at a time")] = 32,
     checkpoint: Checkpoint = "best",
     device: Device = "auto",
@@ -57,16 +59,11 @@ def generate(
     lines = iter(prompts or [""]) if prompt_file is None else checked_lines(prompt_file)
     generator = load_generator(run, checkpoint, choose_device(device))
     pack_weights(generator.model)
-    lines = (prompt.rstrip(" ") for prompt in lines)  # the generated text begins with the space
-    lines, copies = itertools.tee(lines)
+    # The generated text begins with the space.
+    lines, copies = itertools.tee(prompt.rstrip(" ") for prompt in lines)
     generated = generator.generate_each(copies, options, batch_size)
     end = "" if options.stop_at_eos else "\n"
-    texts = (f"{prompt}{text}{end}" for prompt, text in zip(lines, generated, strict=True))
-    if output is not None:
-        write_texts(output, texts)
-        return
-    for text in texts:
-        print(text, flush=True)
+    put_texts((f"{prompt}{text}{end}" for prompt, text in zip(lines, generated, strict=True)), output)
 
 
 def evaluate_run(run: Path, checkpoint: str, device: str, texts: Any) -> None:

@@ -18,13 +18,13 @@ from fastformer.apps.language.evaluation import HeldOutText, Perplexity, encode_
 from fastformer.apps.language.model import LanguageConfig, LanguageModel, language_model_loss
 from fastformer.apps.language.pretrained import ARCHITECTURES
 from fastformer.apps.language.text_generator import TextGenerator
-from fastformer.apps.runs.application import PRETRAINED, Application
+from fastformer.apps.runs.application import Application
 from fastformer.apps.runs.automatic_settings import CHOSEN, Task
+from fastformer.apps.runs.data_settings import DOCSTRINGS, TO_SPLIT, VOCABULARY, TextConfig
 from fastformer.apps.runs.run import Run
-from fastformer.apps.settings import SET, File, FolderOrName, Given, Settings, inherited, setting
+from fastformer.apps.settings import FolderOrName, Given, inherited, setting
 from fastformer.apps.text import (
     DOCUMENT_KINDS,
-    SPLITTINGS,
     ColumnBatches,
     LanguageBatch,
     LanguageBatches,
@@ -40,40 +40,30 @@ from fastformer.apps.text.vocabulary import learn_tokenizer
 from fastformer.apps.train import TrainConfig, Validation
 from fastformer.settings import check_value
 
-_LEARNED = ("bpe", "unigram", "char", "words")
-TOKENIZERS = (*_LEARNED, PRETRAINED)
-_IF_PIECES, _IF_LEARNED = {"tokenizer": _LEARNED[:-1]}, {"tokenizer": _LEARNED}
 STREAMS = ("documents", "columns")
 Split = Literal["train", "valid", "test"]
 _SPLITS: tuple[Split, ...] = ("train", "valid", "test")
-_TO_SPLIT = "a text file to split"
-_PIECES = 8000  # entries of a sentencepiece vocabulary if `vocabulary` is unset
 
 
-class LanguageDataConfig(Settings):
+class LanguageDataConfig(TextConfig):
     """Settings of the text, the tokenizer and the batches."""
 
     texts: ClassVar[str] = "running text"  # the content of batches, as conditions name it
-    dataset: FolderOrName | None = setting(
-        "docstrings",
-        "docstrings (of the installed Python and torch), or a folder made by `fastformer data wikitext2`",
-        only={"train_text": None},
+    dataset: FolderOrName | None = inherited(
+        TextConfig,
+        "dataset",
+        default="docstrings",
+        help="docstrings (of the installed Python and torch), or a folder made by `fastformer data wikitext2`",
     )
-    train_text: File | None = setting(None, "text file (plain or compressed), instead of a dataset")
-    valid_text: File | None = setting(
-        None, "file of source sentences for validation; unset: split from training", only={"train_text": SET}
+    held_out: float = inherited(
+        TextConfig,
+        "held_out",
+        default=0.05,
+        help="share of the documents split off for validation, and as many for testing",
+        only={"corpus": TO_SPLIT},
     )
-    test_text: File | None = setting(
-        None, "file of source sentences for testing; unset: split from training", only={"train_text": SET}
-    )
-    held_out: float = setting(
-        0.05,
-        "share of the documents split off for validation, and as many for testing",
-        above=0,
-        below=0.5,
-        only={"corpus": _TO_SPLIT},
-    )
-    size: int = setting(2_000_000, "characters to collect", at_least=1, only={"corpus": "docstrings"})
+    splitting: str = inherited(TextConfig, "splitting", default="whitespace")
+    size: int = setting(2_000_000, "characters to collect", at_least=1, only={"corpus": DOCSTRINGS})
     document: str | None = setting(
         None,
         "where a document ends; article is WikiText's; unset: article for a dataset of articles, else line",
@@ -85,40 +75,11 @@ class LanguageDataConfig(Settings):
     )
     columns: int = setting(20, "how many columns", at_least=1, only={"stream": "columns"})
     context: int = setting(256, "most tokens that the model reads at once (bptt)", at_least=1)
-    tokenizer: str = setting(
-        "bpe",
-        "sentencepiece's bpe, unigram or char; words: a plain word list, the choice for a text that has <unk>; "
-        "pretrained: that of --from",
-        choices=TOKENIZERS,
-    )
-    vocabulary: int | None = setting(
-        None, f"entries at most; unset: {_PIECES:,}, or every word", at_least=5, only=_IF_LEARNED
-    )
-    splitting: str = setting("whitespace", "where words end", choices=SPLITTINGS, only={"tokenizer": "words"})
-    minimum_frequency: int = setting(1, "rarer words become <unk>", at_least=1, only={"tokenizer": "words"})
-    character_coverage: float = setting(
-        1.0, "share of characters sentencepiece must cover", at_least=0.98, at_most=1, only=_IF_PIECES
-    )
-    lowercase: bool = setting(False, "lower-case the text")
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.train_text is None and (self.valid_text is not None or self.test_text is not None):
-            raise ValueError("valid_text and test_text need train_text")
-        if self.dataset is None and self.train_text is None:
-            raise ValueError("no data: give dataset or train_text")
-
-    @property
-    def corpus(self) -> str:
-        """Name the kind of data."""
-        if self.train_text is not None:
-            return "text files" if self.valid_text is not None and self.test_text is not None else _TO_SPLIT
-        return "docstrings" if self.dataset == "docstrings" else "a dataset folder"
 
     @property
     def parts(self) -> str:
         """Whether document boundaries matter, in words: a docstring is one line, and columns have no documents."""
-        separate = self.corpus == _TO_SPLIT or (self.stream == "documents" and self.corpus != "docstrings")
+        separate = self.corpus == TO_SPLIT or (self.stream == "documents" and self.corpus != DOCSTRINGS)
         return "documents to tell apart" if separate else "none"
 
 
@@ -145,7 +106,7 @@ def read_text_corpora(data: LanguageDataConfig) -> dict[Split, TextCorpus]:
 
 def build_tokenizer(data: LanguageDataConfig, train: TextCorpus) -> Tokenizer:
     """Learn the tokenizer from the training text only."""
-    return learn_tokenizer(train.lines, data, pieces=_PIECES)
+    return learn_tokenizer(train.lines, data, pieces=VOCABULARY)
 
 
 class LanguageTrainConfig(TrainConfig):
@@ -201,7 +162,7 @@ class LanguageRun(Run):
 
     def chosen_data(self, given: Given) -> dict[str, Any]:
         stated = {"tokenizer", "vocabulary", "character_coverage"} & given["data"].keys()
-        if not stated and self.train_config.metric != "word_perplexity" and _contains_unk(self.corpora["train"]):
+        if not stated and _contains_unk(self.corpora["train"]):
             return {"tokenizer": "words"}
         return super().chosen_data(given)
 
@@ -230,8 +191,7 @@ class LanguageRun(Run):
 
     @classmethod
     def computed(cls, data: LanguageDataConfig) -> tuple[str, ...]:
-        words = data.tokenizer == "words" and data.splitting == "whitespace"
-        return ("loss", "perplexity", *(() if words else ("word_perplexity",)))
+        return ("loss", "perplexity")
 
     @classmethod
     def check(
@@ -258,12 +218,10 @@ class LanguageRun(Run):
 
     def validation(self) -> Validation:
         held_out = HeldOutText(self.corpora["valid"], self.tokenizer, self.data.context, self.data.stream)
-        computed = self.computed(self.data)
 
         def score(model: LanguageModel, indices: NDArray[np.int64]) -> dict[str, float]:
             result = held_out.perplexity(model, indices)
-            values = {"loss": result.nats / result.tokens, "perplexity": result.per_token}
-            return values | ({"word_perplexity": result.per_word} if "word_perplexity" in computed else {})
+            return {"loss": result.nats / result.tokens, "perplexity": result.per_token}
 
         return Validation(len(held_out.pieces), score)
 

@@ -1,7 +1,6 @@
 """`POST /api/generate` of `fastformer serve`."""
 
 from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,24 +10,16 @@ from fastformer.apps.language.text_generator import attend_text
 from fastformer.apps.plots.attention_maps import AttentionMaps
 from fastformer.apps.serve.served_model import ServedModel, once_each
 from fastformer.nn import pack_weights
-from fastformer.settings import check_value
 
 
 class Served(ServedModel):
     """A language model: the continuation of a prompt, whole or as a stream."""
 
-    action, settings = "generate", SamplingOptions
+    action, settings, length = "generate", SamplingOptions, "max_new_tokens"
 
     def __init__(self, run: Path, checkpoint: str, device: str) -> None:
         self.generator = load_generator(run, checkpoint, device)
         pack_weights(self.generator.model)
-
-    def limited(self, options: SamplingOptions, most_tokens: int) -> SamplingOptions:
-        """Limit the number of tokens."""
-        if options.max_new_tokens == SamplingOptions.max_new_tokens:  # the default
-            return replace(options, max_new_tokens=min(options.max_new_tokens, most_tokens))
-        check_value("max_new_tokens", options.max_new_tokens, int, at_most=most_tokens)
-        return options
 
     def compute(self, texts: list[str], options: SamplingOptions) -> list[Any]:
         """Continue prompts; with a seed, the text of a prompt does not depend on other requests."""

@@ -6,7 +6,7 @@ Every answer is JSON. An error has status 400 to 504 and `{"error": "one line"}`
 import asyncio
 import json
 import typing
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -52,7 +52,7 @@ class Api:
         limits: limits of requests.
     """
 
-    def __init__(self, model: ServedModel, name: str, limits: Limits) -> None:
+    def __init__(self, model: ServedModel, name: str, limits: Limits = Limits()) -> None:
         self.model, self.name, self.limits = model, name, limits
         self.worker = ModelWorker(model.compute, limits.batch_size, limits.queue_size)
 
@@ -65,12 +65,15 @@ class Api:
             Route(f"/api/{self.model.action}", self.compute, methods=["POST"]),
             Route("/api/attention", self.attention, methods=["POST"]),
         ]
-        return Starlette(
-            routes=routes,
-            middleware=[Middleware(TrustedHostMiddleware, allowed_hosts=hosts)],
-            exception_handlers={HTTPException: self._http_error, Exception: _failure},
-            lifespan=self._lifespan,
-        )
+        handlers: dict[Any, Any] = {
+            HTTPException: self._http_error,
+            ValueError: lambda request, error: _error(400, " ".join(str(error).split())),
+            QueueFullError: lambda request, error: _error(503, str(error), {"Retry-After": "1"}),
+            TimeoutError: lambda request, error: _error(504, self._late()),
+            Exception: lambda request, error: _error(500, "the model failed; the server's log has the reason"),
+        }
+        middleware = [Middleware(TrustedHostMiddleware, allowed_hosts=hosts)]
+        return Starlette(routes=routes, middleware=middleware, exception_handlers=handlers, lifespan=self._lifespan)
 
     @asynccontextmanager
     async def _lifespan(self, application: Starlette) -> AsyncIterator[None]:
@@ -99,40 +102,41 @@ class Api:
 
     async def compute(self, request: Request) -> Response:
         """`POST /api/ACTION`: the result for a text; with `"stream": true` a line of JSON for each piece."""
-
-        async def answer(body: dict[str, Any]) -> Response:
-            stream = body.pop("stream", False)
-            check_value("stream", stream, bool)
-            text = self._text(body)
-            options = self.model.options(body, self.limits.tokens)
-            if stream and not hasattr(self.model, "stream"):
-                raise ValueError("stream is for language models")
-            if stream:
-                self.worker.check_space()
-                pieces = await self.worker.call(self.model.stream, text, options)  # type: ignore[attr-defined]
-                return StreamingResponse(self._lines(pieces), media_type="application/x-ndjson")
-            return JSONResponse(await self.worker.submit(text, options))
-
-        return await self._answered(request, answer)
+        body = await self._body(request)
+        stream: bool = check_value("stream", body.pop("stream", False), bool)
+        text = self._text(body)
+        options = self.model.options(body, self.limits.tokens)
+        if not stream:
+            return JSONResponse(await self._timed(self.worker.submit(text, options)))
+        if not hasattr(self.model, "stream"):
+            raise ValueError("stream is for language models")
+        self.worker.check_space()
+        pieces = await self._timed(self.worker.call(self.model.stream, text, options))
+        return StreamingResponse(self._lines(pieces), media_type="application/x-ndjson")
 
     async def attention(self, request: Request) -> Response:
         """`POST /api/attention`: the weights of a layer and head (numbers from 1), or the mean of the heads."""
+        body = await self._body(request)
+        layer, head, text = body.pop("layer", None), body.pop("head", None), self._text(body)
+        for name in body:
+            raise ValueError(f"unknown setting {name!r}; known: head, layer, text")
+        attention = await self._timed(self.worker.call(self.model.attention, text))
+        layers, heads = attention.weights.shape[:2]
+        check_value("layer", layer, int | None, at_least=1, at_most=layers)
+        check_value("head", head, int | None, at_least=1, at_most=heads)
+        weights = attention.weights[layer - 1 if layer else -1]
+        weights = weights[head - 1] if head else weights.mean(0)
+        rounded = [[round(weight, 4) for weight in row] for row in weights.tolist()]
+        about = {"layers": layers, "heads": heads, "keys": attention.keys, "queries": attention.queries}
+        return JSONResponse({**about, "weights": rounded})
 
-        async def answer(body: dict[str, Any]) -> Response:
-            layer, head, text = body.pop("layer", None), body.pop("head", None), self._text(body)
-            for name in body:
-                raise ValueError(f"unknown setting {name!r}; known: head, layer, text")
-            attention = await self.worker.call(self.model.attention, text)
-            layers, heads = attention.weights.shape[:2]
-            check_value("layer", layer, int | None, at_least=1, at_most=layers)
-            check_value("head", head, int | None, at_least=1, at_most=heads)
-            weights = attention.weights[layer - 1 if layer else -1]
-            weights = weights[head - 1] if head else weights.mean(0)
-            rounded = [[round(weight, 4) for weight in row] for row in weights.tolist()]
-            about = {"layers": layers, "heads": heads, "keys": attention.keys, "queries": attention.queries}
-            return JSONResponse({**about, "weights": rounded})
-
-        return await self._answered(request, answer)
+    async def _timed(self, result: Awaitable[Any]) -> Any:
+        """Return a result of the model; raise TimeoutError after the limit, and an HTTP error if the server ends."""
+        try:
+            async with asyncio.timeout(self.limits.seconds):
+                return await result
+        except asyncio.CancelledError:
+            raise HTTPException(503, "the server is shutting down") from None
 
     def _text(self, body: dict[str, Any]) -> str:
         if "text" not in body:
@@ -153,20 +157,6 @@ class Api:
             yield json.dumps({"error": self._late()}) + "\n"
         except (QueueFullError, FloatingPointError) as error:
             yield json.dumps({"error": str(error)}) + "\n"
-
-    async def _answered(self, request: Request, answer: Callable[[dict[str, Any]], Awaitable[Response]]) -> Response:
-        try:
-            body = await self._body(request)
-            async with asyncio.timeout(self.limits.seconds):
-                return await answer(body)
-        except TimeoutError:
-            return _error(504, self._late())
-        except QueueFullError as error:
-            return _error(503, str(error), {"Retry-After": "1"})
-        except ValueError as error:
-            return _error(400, " ".join(str(error).split()))
-        except asyncio.CancelledError:  # the server ends
-            return _error(503, "the server is shutting down")
 
     async def _body(self, request: Request) -> dict[str, Any]:
         """Read the request's JSON object, at most as many bytes as the longest text takes."""
@@ -198,10 +188,6 @@ class Api:
 
 async def _page(request: Request) -> Response:
     return HTMLResponse(_PAGE.read_text(encoding="utf-8"), headers={"Content-Security-Policy": _POLICY})
-
-
-async def _failure(request: Request, error: Exception) -> Response:
-    return _error(500, "the model failed; the server's log has the reason")
 
 
 def _error(status: int, message: str, headers: Any = None) -> Response:

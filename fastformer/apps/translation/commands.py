@@ -12,6 +12,9 @@ from fastformer.apps.cli.console import (
     MAIN_RUN,
     Checkpoint,
     Device,
+    Input,
+    Output,
+    RunFolder,
     app,
     check_output,
     choose_device,
@@ -34,10 +37,6 @@ from fastformer.apps.translation.run import (
 from fastformer.apps.translation.search import SearchOptions
 from fastformer.apps.translation.translator import Translation, attend
 from fastformer.nn import pack_weights
-
-Folder = Annotated[
-    Path, typer.Option("--run", help=f"run folder, made by `{APPLICATION.command}` or `fastformer demo`")
-]
 
 _READ_AHEAD = 16  # batches, in which sentences of similar length are translated together
 _EMPTY = Translation("", -math.inf, -math.inf)  # fills the lines of a sentence up to n_best
@@ -62,11 +61,9 @@ add_training(TranslationRun, "Train a translation model; the commands of `fastfo
 @with_settings(search=SearchOptions)
 def translate(
     sentences: Annotated[list[str] | None, typer.Argument(help="sentences; none: read them from --input")] = None,
-    run: Folder = MAIN_RUN,
-    input: Annotated[
-        Path | None, typer.Option(help="file or pipe of sentences, one a line; default: standard input")
-    ] = None,
-    output: Annotated[Path | None, typer.Option(help="file for the translations; default: standard output")] = None,
+    run: RunFolder = MAIN_RUN,
+    input: Input = None,
+    output: Output = None,
     scores: Annotated[bool, typer.Option("--scores", help="print the score before each translation")] = False,
     batch_size: Annotated[int, whole_number("sentences translated at a time")] = 64,
     checkpoint: Checkpoint = "best",
@@ -92,8 +89,8 @@ def translate(
 def score(
     source: Annotated[Path, typer.Option(help="file of source sentences, one a line, plain or compressed")],
     target: Annotated[Path, typer.Option(help="file of their translations, line by line")],
-    run: Folder = MAIN_RUN,
-    output: Annotated[Path | None, typer.Option(help="file for the scores; default: standard output")] = None,
+    run: RunFolder = MAIN_RUN,
+    output: Output = None,
     batch_size: Annotated[int, whole_number("pairs scored at a time")] = 64,
     checkpoint: Checkpoint = "best",
     device: Device = "auto",

@@ -11,12 +11,12 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from fastformer.apps.runs.application import PRETRAINED, Application
+from fastformer.apps.runs.application import Application
 from fastformer.apps.runs.automatic_settings import CHOSEN, Task
+from fastformer.apps.runs.data_settings import IF_LEARNED, LEARNED, NUMBERS, VOCABULARY, VocabularyConfig
 from fastformer.apps.runs.run import Run
-from fastformer.apps.settings import SET, File, FolderOrName, Given, Settings, setting
+from fastformer.apps.settings import SET, File, FolderOrName, Given, inherited, setting
 from fastformer.apps.text import (
-    SPLITTINGS,
     Batches,
     ParallelCorpus,
     SampledBatches,
@@ -43,15 +43,12 @@ from fastformer.apps.translation.pretrained import ARCHITECTURES, read_pretraine
 from fastformer.apps.translation.search import SearchOptions
 from fastformer.apps.translation.translator import Translator
 
-_LEARNED = ("bpe", "unigram", "char", "word", "words")
-TOKENIZERS = (*_LEARNED, PRETRAINED)
-_IF_PIECES, _IF_LEARNED = {"tokenizer": _LEARNED[:-1]}, {"tokenizer": _LEARNED}
 _NUMBER_PAIRS = 10_000  # pairs of number words if train_size is unset
-_HELD_OUT = {"corpus": ("number words", "sentence files")}
+_HELD_OUT = {"corpus": (NUMBERS, "sentence files")}
 Split = Literal["train", "valid", "test"]
 
 
-class DataConfig(Settings):
+class DataConfig(VocabularyConfig):
     """Settings of the text, the tokenizers and the batches."""
 
     texts: ClassVar[str] = "sentence pairs"  # the content of batches, as conditions name it
@@ -85,20 +82,16 @@ class DataConfig(Settings):
     train_size: int | None = setting(
         None, f"pairs to train on, the first ones; unset: all, or {_NUMBER_PAIRS:,} of numbers", at_least=1
     )
-    tokenizer: str = setting(
-        "bpe",
-        "sentencepiece's bpe, unigram, char or word; words: a plain word list; pretrained: those of --from",
-        choices=TOKENIZERS,
+    vocabulary: int = inherited(
+        VocabularyConfig,
+        "vocabulary",
+        default=VOCABULARY,
+        help="entries of each vocabulary, clamped to what the text allows",
     )
-    vocabulary: int = setting(
-        8000, "entries of each vocabulary, clamped to what the text allows", at_least=5, only=_IF_LEARNED
-    )
-    joint: bool = setting(True, "one vocabulary for both languages", only=_IF_LEARNED)
-    character_coverage: float = setting(
-        1.0, "share of characters sentencepiece must cover", at_least=0.98, at_most=1, only=_IF_PIECES
-    )
+    minimum_frequency: int = inherited(VocabularyConfig, "minimum_frequency", default=2)
+    joint: bool = setting(True, "one vocabulary for both languages", only=IF_LEARNED)
     symbols: str | None = setting(
-        None, "tags such as <2de>,<2fr> that are one piece each, separated by commas", only={"tokenizer": _LEARNED[:3]}
+        None, "tags such as <2de>,<2fr> that are one piece each, separated by commas", only={"tokenizer": LEARNED[:3]}
     )
     sampling: float | None = setting(
         None,
@@ -106,15 +99,12 @@ class DataConfig(Settings):
         "not at all",
         above=0,
         at_most=1,
-        only={"tokenizer": _LEARNED[:2]},
+        only={"tokenizer": LEARNED[:2]},
     )
-    splitting: str = setting("punctuation", "where words end", choices=SPLITTINGS, only={"tokenizer": "words"})
-    minimum_frequency: int = setting(2, "rarer words become <unk>", at_least=1, only={"tokenizer": "words"})
-    lowercase: bool = setting(False, "lower-case both sides", only=_IF_LEARNED)
-    unk_id: int = setting(0, "id of the unknown token", at_least=0, below="vocabulary", only=_IF_LEARNED)
-    pad_id: int = setting(1, "id of padding", at_least=0, below="vocabulary", only=_IF_LEARNED)
-    bos_id: int = setting(2, "id of the begin token", at_least=0, below="vocabulary", only=_IF_LEARNED)
-    eos_id: int = setting(3, "id of the end token", at_least=0, below="vocabulary", only=_IF_LEARNED)
+    unk_id: int = setting(0, "id of the unknown token", at_least=0, below="vocabulary", only=IF_LEARNED)
+    pad_id: int = setting(1, "id of padding", at_least=0, below="vocabulary", only=IF_LEARNED)
+    bos_id: int = setting(2, "id of the begin token", at_least=0, below="vocabulary", only=IF_LEARNED)
+    eos_id: int = setting(3, "id of the end token", at_least=0, below="vocabulary", only=IF_LEARNED)
     max_length: int = setting(256, "longest sentence in tokens with eos", at_least=2)
     too_long: str = setting("drop", "what happens to longer training pairs", choices=("drop", "truncate"))
     bucket: bool = setting(False, "batches of similar lengths (only padded execution needs them)")
@@ -143,7 +133,7 @@ class DataConfig(Settings):
         """Name the kind of data."""
         if self.train_source is not None:
             return "sentence files"
-        return "number words" if self.dataset == "numbers" else "a dataset folder"
+        return NUMBERS if self.dataset == "numbers" else "a dataset folder"
 
     @property
     def tokenizer_for_bleu(self) -> str:

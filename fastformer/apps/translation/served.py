@@ -1,6 +1,5 @@
 """`POST /api/translate` of `fastformer serve`."""
 
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,25 +9,17 @@ from fastformer.apps.translation.run import load_translator
 from fastformer.apps.translation.search import SearchOptions
 from fastformer.apps.translation.translator import attend
 from fastformer.nn import pack_weights
-from fastformer.settings import check_value
-
-_MOST_BEAMS = 16
 
 
 class Served(ServedModel):
     """A translation model: the n best translations with their scores."""
 
-    action, settings, not_offered = "translate", SearchOptions, frozenset({"cuda_graphs"})
+    action, settings, length = "translate", SearchOptions, "max_length"
+    most, not_offered = {"beam": 16}, frozenset({"cuda_graphs"})
 
     def __init__(self, run: Path, checkpoint: str, device: str) -> None:
         self.translator = load_translator(run, checkpoint, device)
         pack_weights(self.translator.model)
-
-    def limited(self, options: SearchOptions, most_tokens: int) -> SearchOptions:
-        """Limit the beam and the length."""
-        check_value("beam", options.beam, int, at_most=_MOST_BEAMS)
-        check_value("max_length", options.max_length, int | None, at_most=most_tokens)
-        return replace(options, max_length=options.max_length or most_tokens)
 
     def compute(self, texts: list[str], options: SearchOptions) -> list[Any]:
         """Translate texts."""

@@ -4,6 +4,7 @@ import json
 import tomllib
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
@@ -16,12 +17,15 @@ from fastformer.apps.classification import (
     Classifier,
     ClassifierConfig,
     SequenceClassifier,
+    complete_run,
+    encode_texts,
     evaluate,
     load_classifier,
+    sequence_classification_loss,
 )
 from fastformer.apps.export import load_safetensors
-from fastformer.apps.text import WordTokenizer
-from fastformer.apps.train import CheckpointFolder, read_weights
+from fastformer.apps.text import LabelledBatches, WordTokenizer
+from fastformer.apps.train import CheckpointFolder, Trainer, read_weights
 from tests.support.command_line import Done, fastformer
 
 WORDS = {"animal": ("cat", "dog", "hen"), "plant": ("oak", "elm", "rose"), "tool": ("saw", "axe", "pen")}
@@ -90,6 +94,8 @@ def test_it_learns_and_evaluate_prints_accuracy_and_a_row_a_label(folder: Path) 
 
 
 def test_labels_and_probabilities(folder: Path) -> None:
+    maps = load_classifier(folder / "run").attend("my oak")
+    assert (maps.keys, maps.weights.shape) == (["<bos>", "my", "oak"], (1, 2, 3, 3))
     texts = ["my oak is here", "a pen", "the hen"]
     done = fastformer("classify", "--run", "run", *texts, cwd=folder)
     assert done.stdout == "plant\ntool\nanimal\n", done.stderr
@@ -110,15 +116,6 @@ def test_a_diverged_model_says_so(folder: Path) -> None:
     for ask in (classifier.classify, classifier.probabilities):
         with pytest.raises(FloatingPointError, match="diverged"):
             ask(["oak"])
-
-
-def test_pictures_and_comparison(folder: Path) -> None:
-    assert command(folder, "plot attention --run run --text oak --output a.png") == "plant\nwrote a.png\n"
-    maps = load_classifier(folder / "run").attend("my oak")
-    assert (maps.keys, maps.weights.shape) == (["<bos>", "my", "oak"], (1, 2, 3, 3))
-    command(folder, "plot history run --output h.png")
-    out = command(folder, "compare run")
-    assert [line.split()[0] for line in out.splitlines() if line.startswith("  ")] >= ["accuracy", "macro_f1"]
 
 
 def test_export(folder: Path, tmp_path: Path) -> None:
@@ -200,8 +197,20 @@ def by_hand() -> tuple[Classifier, WordTokenizer]:
     return Classifier(SequenceClassifier(config), tokenizer, list(WORDS), 9), tokenizer
 
 
-def test_numbers_need_no_file(tmp_path: Path) -> None:
-    text = TRAIN.replace("--train-text text.tsv --held-out 0.15", "--size 200").replace("--tokenizer words", "")
-    out = command(tmp_path, f"{text} --vocabulary 60 --steps 2 --run new --metric macro_f1")
-    assert "train: 160 texts of 6 labels" in out
-    assert "classes 6" in out
+def test_a_run_by_hand(tmp_path: Path) -> None:
+    classifier, tokenizer = by_hand()
+    texts = [line.split("\t")[1] for line in LINES]
+    labels = np.array([list(WORDS).index(line.split("\t")[0]) for line in LINES])
+    batches = LabelledBatches(encode_texts(texts, tokenizer, 20)[0], labels, size=16)
+    train = ClassificationTrainConfig(steps=3, threads=1)
+    trainer = Trainer(classifier.model, sequence_classification_loss, batches, train, tmp_path / "mine", show=False)
+    trainer.fit()
+    complete_run(trainer, tokenizer, labels=list(WORDS), max_length=20)
+    classifier.model.eval()
+    loaded = load_classifier(tmp_path / "mine", "last")
+    assert torch.equal(loaded.probabilities(texts), classifier.probabilities(texts))
+    assert command(tmp_path, "classify --run mine", stdin=b"the cat").strip() == classifier.classify(["the cat"])[0]
+    (tmp_path / "text.tsv").write_text("\n".join(LINES))
+    assert "of 108 texts" in command(tmp_path, "evaluate --run mine --source text.tsv")
+    assert "its folder does not record the data" in refused(tmp_path, "evaluate --run mine")
+    assert "its folder does not record the data" in refused(tmp_path, "train classify --run mine --resume --steps 9")

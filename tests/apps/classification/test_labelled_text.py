@@ -7,9 +7,10 @@ import numpy as np
 import pytest
 import torch
 
-from fastformer.apps.classification import Scores, read_labelled
+from fastformer.apps.classification import ClassificationDataConfig, Scores, read_labelled
 from fastformer.apps.classification.classifier import score_logits
 from fastformer.apps.classification.corpus import LabelledCorpus, split_labelled
+from fastformer.apps.classification.run import read_labelled_corpora
 
 
 def test_a_line_is_a_label_a_tab_and_a_text(tmp_path: Path) -> None:
@@ -95,3 +96,11 @@ def test_scores_against_counting_by_hand() -> None:
     assert str(Scores(("x", "y"), np.array([0, 1, 1, 1]), np.array([0, 0, 1, 1]), 0.5)) == (
         "accuracy 75.00 % of 4 texts, macro-F1 0.7333, loss 0.5000"
     )
+
+
+def test_number_words_need_no_file() -> None:
+    parts = read_labelled_corpora(ClassificationDataConfig(size=200))
+    assert [len(parts[name]) for name in ("train", "valid", "test")] == [160, 20, 20]  # type: ignore[index]
+    train = parts["train"]
+    assert train.labels == ("1", "2", "3", "4", "5", "6")
+    assert train.labels[train.classes[train.texts.index(next(t for t in train.texts if " " not in t))]] in ("1", "2")

@@ -1,11 +1,10 @@
 """The command line as a person uses it, with real files, right and wrong input."""
 
 import inspect
-import json
 import math
 import re
 import sys
-from importlib.metadata import PackageNotFoundError
+import tomllib
 from itertools import takewhile
 from pathlib import Path
 from types import SimpleNamespace
@@ -30,6 +29,15 @@ TRAIN = (
     "--encoder-layers 1 --decoder-layers 1 --feed-forward 32 --batch-tokens 300 --steps 4 --warmup-steps 2 "
     "--validate-every 2 --bleu-sentences 4 --threads 1 --device cpu"
 )
+
+TRAIN_LM = (
+    "train lm --train-text text.txt --held-out 0.1 --tokenizer words --d-model 16 --heads 2 --layers 1 "
+    "--feed-forward 32 --context 8 --batch-tokens 64 --steps 4 --warmup-steps 2 --validate-every 2 --threads 1 "
+    "--label-smoothing 0 --device cpu"
+)
+TEXT = [
+    f"the {animal} sees the {other}" for animal in ("cat", "dog", "cow", "hen") for other in ("mouse", "bird", "fox")
+]
 
 
 @pytest.fixture(scope="module")
@@ -56,26 +64,6 @@ def test_given_translations_are_scored(run: Path, tmp_path: Path) -> None:
         assert row == pytest.approx([log_p, tokens, math.exp(-log_p / tokens)], abs=2e-4, rel=1e-3)
 
 
-@pytest.mark.parametrize(
-    ("source", "target", "message"),
-    [
-        ("nine\none", "neuf", "s has 2 lines but t has 1; they must be pairs"),
-        ("nine\n\n", "neuf\nun\n", "source 2 has 0 tokens; scored sentences must have 1 to 255"),
-        ("nine\none\n", "neuf\n  \n", "target 2 has 0 tokens; scored sentences must have 1 to 255"),
-        ("nine\n" + "one " * 300, "neuf\nun", "source 2 has 300 tokens; scored sentences must have 1 to 255"),
-        ("", "neuf", "s: the file is empty"),
-    ],
-)
-def test_what_cannot_be_scored_is_named(run: Path, source: str, target: str, message: str) -> None:
-    (run / "s").write_text(source, encoding="utf-8")
-    (run / "t").write_text(target, encoding="utf-8")
-    done = fastformer("score", "--run", "run", "--source", "s", "--target", "t", "--output", "scores", cwd=run)
-    assert done.returncode == 2
-    assert re.sub(r"has \d{3} tokens", "has 300 tokens", done.stderr) == f"error: {message}\n"
-    assert not (run / "scores").exists()
-    assert fastformer("score", "--run", "run", "--source", "s", cwd=run).returncode == 2
-
-
 def test_a_run_folder_describes_itself(run: Path) -> None:
     names = {path.name for path in (run / "run").iterdir()}
     assert {"config.toml", "data.json", "tokenizer", "checkpoints", "metrics.jsonl", "metrics.csv"} <= names
@@ -99,40 +87,24 @@ def ops_after(heading: str, text: str) -> dict[str, str]:
     return {op: verdict for ops, verdict in rows for op in ops.split(", ")}
 
 
-def test_info_without_a_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_info(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    gpu = SimpleNamespace(name="H200", major=9, minor=0, multi_processor_count=132, total_memory=140 * 2**30)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
-    monkeypatch.setattr(
-        "fastformer.apps.cli.commands.metadata.version", lambda name: {"triton": "3.6.0"}.get(name, "1.0")
-    )
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: gpu)
     monkeypatch.setattr("fastformer.functional.choice._TRITON", True)
     monkeypatch.setattr("fastformer.functional.choice._INTERPRETED", False)
-    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
     heading = "with backend auto, a float32 tensor on cpu takes"
     text = fastformer("info", cwd=tmp_path).stdout
-    assert {"Triton: 3.6.0", "GPU: none"} <= set(text.split("\n"))
+    assert "GPU 0: H200, compute capability 9.0, 132 multiprocessors, 140 GiB" in text.split("\n")
     assert f"torch {torch.__version__}" in text
     verdicts = ops_after(heading, text)
     assert tuple(verdicts) == functional.OPS
     assert all(verdict.startswith("reference (needs a GPU") for verdict in verdicts.values())
     with fastformer_package.backend("triton"):
         text = fastformer("info", cwd=tmp_path).stdout
-    assert "backend: triton (" in text
     assert ops_after(heading, text) == verdicts
     assert "raises (" in ops_after("with it, a float32 tensor on cpu takes", text)["layer_norm"]
-
-
-def test_info_with_a_gpu_and_without_triton(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def absent(name: str) -> str:
-        raise PackageNotFoundError(name)
-
-    gpu = SimpleNamespace(name="H200", major=9, minor=0, multi_processor_count=132, total_memory=140 * 2**30)
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: gpu)
-    monkeypatch.setattr("fastformer.apps.cli.commands.metadata.version", absent)
-    lines = fastformer("info", cwd=tmp_path).stdout.split("\n")
-    assert "GPU 0: H200, compute capability 9.0, 132 multiprocessors, 140 GiB" in lines
-    assert "Triton: not installed (pip install 'fastformer[triton]')" in lines
 
 
 def test_evaluate_prints_signatures(run: Path) -> None:
@@ -142,27 +114,6 @@ def test_evaluate_prints_signatures(run: Path) -> None:
     done = fastformer(*["evaluate", "--run", "run", "--bleu-tokenizer", "char", "--beam", "1"], cwd=run)
     assert "tok:char" in done.stdout
     assert re.search(r"chrF \d+\.\d+ \(nrefs:1", done.stdout)
-
-
-def test_resume_continues_and_a_longer_budget_is_taken(run: Path) -> None:
-    done = fastformer(*["train", "--run", "run", "--resume", "--steps", "6", "--device", "cpu"], cwd=run)
-    assert done.returncode == 0, done.stderr
-    assert "ended after 6 steps" in done.stdout
-    steps = [json.loads(line)["step"] for line in (run / "run" / "metrics.jsonl").read_text().splitlines()]
-    assert max(steps) == 6
-
-
-def test_flags_override_the_file(tmp_path: Path) -> None:
-    (tmp_path / "c.toml").write_text(
-        "[data]\nvocabulary = 60\njoint = false\ntrain_size = 100\nvalid_size = 5\ntest_size = 5\nbleu_sentences = 0\n"
-        "[model]\nd_model = 16\nheads = 2\nencoder_layers = 1\ndecoder_layers = 1\nfeed_forward = 16\n"
-        "[train]\nsteps = 1\nlr = 0.5\nbatch_tokens = 200\n"
-    )
-    done = fastformer(*["train", "--config", "c.toml", "--lr", "0.25", "--device", "cpu", "--run", "r"], cwd=tmp_path)
-    assert done.returncode == 0, done.stderr
-    config = (tmp_path / "r" / "config.toml").read_text()
-    assert "lr = 0.25" in config
-    assert "d_model = 16" in config
 
 
 def test_every_whole_number_is_typed_as_one() -> None:
@@ -177,27 +128,6 @@ def test_every_whole_number_is_typed_as_one() -> None:
                     assert options[0].parser is int_or_text, (command.callback, name)
                     names.append(name)
     assert {"d_model", "steps", "beam", "top_k", "batch_size", "length"} <= set(names)
-
-
-def test_standard_input_that_is_not_utf8(run: Path) -> None:
-    done = fastformer("translate", "--run", "run", cwd=run, stdin=b"ok\n\xff\n")
-    assert (done.returncode, done.stdout) == (2, "")
-    assert "standard input:2: not valid UTF-8 (byte 0xff)" in done.stderr
-
-
-def test_a_corrupt_checkpoint_is_named(run: Path) -> None:
-    weights = next((run / "run" / "checkpoints").rglob("model.safetensors"))
-    content = {path: path.read_bytes() for path in (run / "run" / "checkpoints").rglob("model.safetensors")}
-    try:
-        for path in content:
-            path.write_bytes(content[path][:-10])
-        done = fastformer("translate", "--run", "run", "one", cwd=run)
-    finally:
-        for path, kept in content.items():
-            path.write_bytes(kept)
-    assert done.returncode == 2
-    assert weights.name in done.stderr
-    assert "Traceback" not in done.stderr
 
 
 @pytest.mark.parametrize(
@@ -246,3 +176,57 @@ def test_another_runtime_error_is_a_bug_and_shows_where(run: Path, monkeypatch: 
     monkeypatch.setattr(sys.modules["fastformer.apps.cli"], "app", broken)
     with pytest.raises(RuntimeError, match="shapes"):
         fastformer("info", cwd=run)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a tiny trained language model in `lm/`."""
+    folder = tmp_path_factory.mktemp("cli_language")
+    (folder / "text.txt").write_text("\n".join(TEXT) + "\n")
+    done = fastformer(*TRAIN_LM.split(), "--run", "lm", cwd=folder)
+    assert done.returncode == 0, done.stderr
+    assert "ended after 4 steps" in done.stdout
+    assert "vocabulary 13" in done.stdout
+    return folder
+
+
+def test_evaluate_prints_perplexity_with_the_counts(folder: Path) -> None:
+    done = fastformer("evaluate", "--run", "lm", cwd=folder)
+    assert done.returncode == 0, done.stderr
+    assert re.search(r"perplexity \d+\.\d\d per token \(6 predicted, <eos> counted\)", done.stdout)
+    (folder / "other.txt").write_text("the unicorn sees\nthe cat\n")
+    done = fastformer("evaluate", "--run", "lm", "--source", "other.txt", "--checkpoint", "last", cwd=folder)
+    assert "(7 predicted, <eos> counted, 1 of them <unk>)" in done.stdout
+
+
+def test_files_and_flags_fill_in_the_defaults_of_language_models(folder: Path) -> None:
+    (folder / "own.toml").write_text("[train]\nlr = 0.01\nwarmup_steps = 3\n")
+    command = TRAIN_LM.replace("--warmup-steps 2", "--config own.toml").replace("--label-smoothing 0", "").split()
+    done = fastformer(*command, "--clip-norm", "0.5", "--run", "own", cwd=folder)
+    assert done.returncode == 0, done.stderr
+    train = tomllib.loads((folder / "own" / "config.toml").read_text())["train"]
+    names = ("schedule", "label_smoothing", "warmup_steps", "lr", "clip_norm", "batch_tokens")
+    assert [train[name] for name in names] == ["cosine", 0.0, 3, 0.01, 0.5, 64]
+    for command, shown in (("train lm", "cosine"), ("train", "chosen for corpus and budget")):
+        text = " ".join(fastformer(*command.split(), "--help", cwd=folder).stdout.split())
+        assert f"[default: {shown}]" in text
+
+
+def test_options_decide_the_text_that_is_generated(runs: Path) -> None:
+    def generate(*arguments: str) -> str:
+        options = "generate --run language --device cpu --max-new-tokens 12"
+        done = fastformer(*options.split(), *arguments, cwd=runs)
+        assert (done.returncode, done.stderr) == (0, "")
+        return done.stdout
+
+    first = generate("w1 w2 ", "--seed", "3")
+    assert first.startswith("w1 w2 ")
+    assert first == generate("w1 w2", "--seed", "3", "--checkpoint", "last")
+    assert first != generate("w1 w2", "--seed", "4")
+    assert first != generate("w1 w2", "--temperature", "0")
+    # Texts of several lines: an empty line ends each.
+    endless = ("--no-stop-at-eos", "--max-new-tokens", "60", "--temperature", "4", "--seed", "3")
+    single, both = generate("w1", *endless), generate("w1", "w2", *endless)
+    assert single.count("\n") > 1
+    assert both.startswith(single + "w2")
+    assert both.endswith("\n\n")

@@ -61,8 +61,8 @@ WORDS = f"{LM} --train-text three.txt --tokenizer words"
 CL = "train classify --run new --steps 1"
 EARLY = [  # shown by the settings alone
     ("train --run new", "no end of training is set"),
-    (f"{NEW} --metric blue", "metric must be one of loss, perplexity, bleu, chrf, not 'blue'"),
-    (f"{NEW} --metric bleu --bleu-sentences 0", "metric must be one of loss, perplexity, not 'bleu'"),
+    (f"{NEW} --metric blue", "'blue' is no value of this validation; choose loss, perplexity, bleu"),
+    (f"{NEW} --metric bleu --bleu-sentences 0", "metric='bleu' is not computed here; it needs a search"),
     (f"{NEW} --activation swish", "activation must be one of"),
     (f"{NEW} --d-model 16 --heads 3", "heads (3) must divide d_model (16)"),
     (f"{NEW} --d-model 64.0", "d_model must be a whole number, at least 1 and at most 2,147,483,647, not '64.0'"),
@@ -98,7 +98,6 @@ EARLY = [  # shown by the settings alone
     ("train --run lm --resume --steps 9", "lm is a language-model run; use `fastformer generate`"),
     ("train lm --run tr --resume --steps 9", "tr is a translation run; use `fastformer translate`"),
     ("train --steps 9 lm --run new", "--steps must come after lm"),
-    (f"{WORDS} --metric word_perplexity", "metric must be one of loss, perplexity, not 'word_perplexity'"),
     (f"{WORDS} --batch-sentences 4", "batch_sentences has an effect only with sentence pairs, not with running"),
     (f"{WORDS} --batch-tokens 64 --stream columns", "batch_tokens has an effect only with stream=documents, not with"),
     (f"{WORDS} --size 9", "size has an effect only with docstrings, not with a text file to split"),
@@ -136,6 +135,17 @@ LATE = [
     ("translate --run tr --beam 2 --n-best 3 hello", "n_best must be at least 1 and at most beam (2), not 3"),
     ("translate --run tr --beam 1 --length-penalty 0.5 a", "length_penalty has an effect only with a beam above 1"),
     ("translate --run tr --input no.txt", "no.txt"),
+    (
+        "score --run tr --source three.txt --target two.txt",
+        "three.txt has 3 lines but two.txt has 2; they must",
+    ),
+    (
+        "score --run tr --source blank.txt --target three.txt",
+        "source 1 has 0 tokens; scored sentences must have 1",
+    ),
+    ("translate --run tr --sample --beam 2 a", "beam has an effect only with sample=False"),
+    ("translate --run tr --top-p 0.9 a", "top_p has an effect only with sample=True"),
+    ("compare tr lm --bootstrap 9", "--bootstrap compares at least two translation runs"),
     ("translate --run tr --input two.txt seven", "give sentences or --input, not both"),
     ("translate --run tr --batch-size 0 hello", "batch_size must be at least 1"),
     ("translate --run tr --batch-size 2.0 hello", "batch_size must be a whole number, at least 1, not '2.0'"),
@@ -144,6 +154,7 @@ LATE = [
     ("evaluate --run tr --split dev", "split must be one of test, valid"),
     ("evaluate --run tr --source three.txt", "--source and --target must be given together"),
     ("evaluate --run tr --split valid --source two.txt", "give --split or --source, not both"),
+    ("evaluate --run tr", "the run was trained in Python, and its folder does not record the data"),
     ("evaluate --run lm --beam 3", "lm is a language-model run; --beam is not for it"),
     ("evaluate --run cl --source few.tsv", "few.tsv:1: label 'a' is not among those of training: animal, plant, tool"),
     ("generate --run tr hello", "tr is a translation run; use `fastformer translate`"),
@@ -169,6 +180,7 @@ LATE = [
     ("plot attention --run nothing --output p.jpg", "p.jpg: the name of a figure must end in .png, .pdf, .svg"),
     ("plot positions --length 9.0", "length must be a whole number, at least 1 and at most 16,384, not '9.0'"),
     ("plot history tr", "tr: no metrics yet, so there is nothing to draw"),
+    ("plot history tr tr", "runs names tr twice"),
     ("compare nothing", "nothing is not a run folder"),
     ("export --run tr --to new --format onnx", "format must be one of ctranslate2, safetensors, not 'onnx'"),
     ("export --run tr --to new --format safetensors --quantization int8", "--quantization is not for format safetens"),
@@ -242,7 +254,7 @@ def test_a_head_that_kernels_cannot_take_is_refused_before_data_is_read(tmp_path
 def test_python_is_refused_as_early(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run, data = tmp_path / "new", translation.DataConfig()
     create = translation.TranslationRun.create
-    with pytest.raises(ValueError, match="metric must be one of loss, "):
+    with pytest.raises(ValueError, match="metric='blue' is no value of this validation"):
         create(run, data, SIZES, TrainConfig(steps=1, metric="blue"))
     with pytest.raises(ValueError, match="device='cuda:77' cannot be used"):
         create(run, data, SIZES, TrainConfig(steps=1), "cuda:77")

@@ -22,18 +22,17 @@ from fastformer.apps.serve.api import Api, Limits
 from fastformer.apps.serve.served_model import served_model
 from fastformer.apps.serve.worker import ModelWorker, QueueFullError
 from fastformer.apps.translation.search import SearchOptions
-from tests.apps.cli.test_streaming import LINES, runs  # noqa: F401
+from tests.apps.conftest import LINES
 from tests.support.command_line import fastformer
-
-FOLDERS = {"translation": "translation", "language": "language", "classification": "classifier"}
 
 
 @contextlib.contextmanager
-def served(folder, kind, **limits):
-    """The address of a server in this process."""
-    model = served_model(folder / FOLDERS[kind], "best", "cpu")
+def served(folder, compute=None, **limits):
+    """The address of a server in this process; `compute` replaces the model's."""
+    model = served_model(folder, "best", "cpu")
+    model.compute = compute or model.compute
     with listen("127.0.0.1", 0) as listener:
-        application = Api(model, kind, Limits(**limits)).application("127.0.0.1")
+        application = Api(model, folder.name, Limits(**limits)).application("127.0.0.1")
         server = uvicorn.Server(uvicorn.Config(application, log_config=None, timeout_graceful_shutdown=2))
         thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]})
         thread.start()
@@ -61,8 +60,8 @@ def post(address, path, **body):
     return json.loads(text)
 
 
-def test_100_clients_get_the_answers_to_their_own_texts(runs):  # noqa: F811
-    with served(runs, "translation", batch_size=7) as address, ThreadPoolExecutor(100) as clients:
+def test_100_clients_get_the_answers_to_their_own_texts(runs):
+    with served(runs / "translation", batch_size=7) as address, ThreadPoolExecutor(100) as clients:
         texts = [(LINES[i % len(LINES)], 1 + i % 3) for i in range(100)]
         answers = clients.map(lambda each: post(address, "/api/translate", text=each[0], beam=each[1]), texts)
         results = [[each["text"] for each in answer["translations"]] for answer in answers]
@@ -72,8 +71,8 @@ def test_100_clients_get_the_answers_to_their_own_texts(runs):  # noqa: F811
         assert result == [each["text"] for each in translator.compute([text], options)[0]["translations"]]
 
 
-def test_a_stream_is_the_text_that_the_seed_gives_alone(runs):  # noqa: F811
-    with served(runs, "language") as address:
+def test_a_stream_is_the_text_that_the_seed_gives_alone(runs):
+    with served(runs / "language") as address:
         settings = {"text": LINES[3], "seed": 5, "max_new_tokens": 12}
         lines = request(address, "/api/generate", {**settings, "stream": True})[1].splitlines()
         *pieces, end = map(json.loads, lines)
@@ -81,8 +80,8 @@ def test_a_stream_is_the_text_that_the_seed_gives_alone(runs):  # noqa: F811
         assert "".join(each["piece"] for each in pieces) == post(address, "/api/generate", **settings)["text"]
 
 
-def test_labels_are_sorted_and_attention_rows_sum_to_one(runs):  # noqa: F811
-    with served(runs, "classification") as address:
+def test_labels_are_sorted_and_attention_rows_sum_to_one(runs):
+    with served(runs / "classification") as address:
         labels = post(address, "/api/classify", text=LINES[1])["labels"]
         assert {each["label"] for each in labels} == {"x", "y", "z"}
         probabilities = [each["probability"] for each in labels]
@@ -120,8 +119,8 @@ def test_bad_requests_get_one_line_of_json(translation, body, status, message):
 
 
 @pytest.fixture(scope="module")
-def translation(runs):  # noqa: F811
-    with served(runs, "translation", characters=100, tokens=20) as address:
+def translation(runs):
+    with served(runs / "translation", characters=100, tokens=20) as address:
         yield address
 
 
@@ -178,35 +177,21 @@ def test_a_full_queue_refuses_and_a_client_that_left_frees_its_place():
     assert asyncio.run(work()) == ["b", "d"]
 
 
-def test_a_late_request_fails(runs):  # noqa: F811
-    model = served_model(runs / "language", "best", "cpu")
-    model.compute = lambda texts, options: time.sleep(1)
+def test_a_late_request_and_a_failing_model_are_errors(runs):
+    def compute(texts, options):
+        if texts == ["w1"]:
+            raise RuntimeError("a bug")
+        time.sleep(0.5)
+        return texts
 
-    async def work():
-        api = Api(model, "slow", Limits(seconds=0.2))
-        task = asyncio.create_task(api.worker.run())
-        late = await api._answered(_Json({"text": "late"}), lambda body: api.worker.submit(body["text"], None))
-        task.cancel()
-        api.worker.close()
-        return late
-
-    answer = asyncio.run(work())
-    assert (answer.status_code, json.loads(answer.body)) == (504, {"error": "no result after 0.2 s"})
+    with served(runs / "classification", compute, seconds=0.2) as address:
+        failed, late = (request(address, "/api/classify", {"text": text}) for text in ("w1", "w2"))
+    assert late == (504, '{"error":"no result after 0.2 s"}')
+    assert failed[0] == 500
+    assert "the server's log has the reason" in failed[1]
 
 
-class _Json:
-    """A request with a JSON body."""
-
-    headers = {"content-type": "application/json"}  # noqa: RUF012
-
-    def __init__(self, body):
-        self._body = json.dumps(body).encode()
-
-    async def stream(self):
-        yield self._body
-
-
-def test_ctrl_c_ends_the_command_and_a_used_port_is_one_line(runs):  # noqa: F811
+def test_ctrl_c_ends_the_command_and_a_used_port_is_one_line(runs):
     command = [sys.executable, "-m", "fastformer", "serve", "--run", "translation", "--port", "0"]
     process = subprocess.Popen(command, cwd=runs, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     line = process.stdout.readline()

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from fastformer.apps.models.embeddings import Embedding, sinusoidal_positions
+from fastformer.apps.models.embeddings import Embedding
 from fastformer.apps.translation.model import TranslationModel, translation_loss
 from tests.support.attention_weights import weights_of
 from tests.support.translation_task import (
@@ -113,31 +113,6 @@ def test_parameters_stay_shared(how, embeddings):
     translation_loss(twin.train(), batch).backward()
     torch.optim.SGD(twin.parameters(), 0.1).step()
     assert torch.equal(twin.output.weight, target) == (embeddings != "separate")
-
-
-def test_input_errors():
-    model = random_model(positions="learned", max_positions=5)
-    ids, lengths = torch.tensor([4, 5, 6]), torch.tensor([2, 1])
-    with pytest.raises(ValueError, match=r"^source must be packed \[3\] or padded \[2, length\], not \[2\]$"):
-        model.encode(ids[:2], lengths)
-    with pytest.raises(ValueError, match=r"^target_in must be packed \[3\] or padded \[2, length\], not \[4\]$"):
-        model(ids, lengths, torch.tensor([4, 5, 6, 7]), lengths)
-    with pytest.raises(ValueError, match="has 1 rows, lengths has 2"):
-        model.encode(ids[None], lengths)
-    with pytest.raises(ValueError, match=r"^a sequence of 6 is longer than max_length, 5$"):
-        model.encode(torch.full((6,), 4), torch.tensor([6]))
-    with pytest.raises(
-        ValueError, match=r"^positions must be one of sinusoidal, sinusoidal_halves, learned, none, not 'rotary'$"
-    ):
-        Embedding(5, 4, positions="rotary")
-
-
-def test_far_positions_are_exact():
-    """Angles of thousands of radians: they must not be computed in fp32."""
-    row = sinusoidal_positions(20_001, 6)[20_000].double()
-    angles = torch.tensor([20_000 / 10000 ** (2 * i / 6) for i in range(3)], dtype=torch.float64)
-    expected = torch.stack([angles.sin(), angles.cos()], 1).flatten()
-    torch.testing.assert_close(row, expected, atol=1e-7, rtol=0)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])

@@ -1,18 +1,21 @@
 """The translation application: one run folder from text to scores, and what it refuses."""
 
+import shutil
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 pytest.importorskip("safetensors", reason="checkpoints need the extra `apps`")
-pytest.importorskip("sacrebleu", reason="scores need the extra `apps`")
 pytest.importorskip("tomli_w", reason="run folders need the extra `apps`")
+metrics = pytest.importorskip("sacrebleu.metrics", reason="scores need the extra `apps`")
 
-from fastformer.apps.text import ParallelCorpus, write_lines
-from fastformer.apps.text.scores import score_translations
+from fastformer.apps.text import ParallelCorpus, encode_pairs, write_lines
+from fastformer.apps.text.scores import compare_translations, score_translations
 from fastformer.apps.train import CheckpointError, TrainConfig
+from fastformer.apps.train.trainer import Result
 from fastformer.apps.translation.model import corpus_loss
 from fastformer.apps.translation.run import (
     DataConfig,
@@ -23,28 +26,36 @@ from fastformer.apps.translation.run import (
     read_corpora,
 )
 from fastformer.apps.translation.search import SearchOptions
+from tests.support.command_line import fastformer
 
-DATA = DataConfig(train_size=120, valid_size=10, test_size=10, vocabulary=60, joint=False, bleu_sentences=4)
+# Special ids other than the defaults, which must be stored with the model.
+IDS = {"unk_id": 3, "pad_id": 0, "bos_id": 1, "eos_id": 2}
+DATA = DataConfig(train_size=120, valid_size=10, test_size=10, vocabulary=60, joint=False, bleu_sentences=4, **IDS)  # type: ignore[arg-type]
 MODEL = {"d_model": 16, "heads": 2, "encoder_layers": 1, "decoder_layers": 1, "feed_forward": 32}
 TRAIN = TrainConfig(steps=4, warmup_steps=2, validate_every=2, batch_tokens=200, threads=1, metric="loss")
 
 
-def test_train_load_evaluate(tmp_path: Path) -> None:
-    run = TranslationRun.create(tmp_path / "run", DATA, MODEL, TRAIN)
-    result = run.fit(show=False)
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> tuple[TranslationRun, Result]:
+    run = TranslationRun.create(tmp_path_factory.mktemp("translation") / "run", DATA, MODEL, TRAIN)
+    return run, run.fit(show=False)
+
+
+def test_train_load_evaluate(trained: tuple[TranslationRun, Result]) -> None:
+    run, result = trained
     assert result.step == 4
     assert {"loss", "perplexity", "bleu", "chrf"} <= result.metrics.keys()
-    translator = load_translator(tmp_path / "run")
+    translator = load_translator(run.folder)
     scores, translations = evaluate(translator, run.corpora["test"], SearchOptions(beam=2, max_length=8))
     assert scores.sentences == len(translations) == 10
     assert scores == score_translations(translations, run.corpora["test"].target)
     # The loss reported in training is that of the weights on disk.
-    best = load_translator(tmp_path / "run", "best").model
-    held_out = run.corpora["valid"]
-    from fastformer.apps.text import encode_pairs
-
-    loss = corpus_loss(best, encode_pairs(held_out, *run.tokenizers, max_length=256))
+    loss = corpus_loss(translator.model, encode_pairs(run.corpora["valid"], *run.tokenizers, max_length=256))
     assert result.best_value == pytest.approx(loss, rel=1e-5)
+    assert translator.target_tokenizer.special_ids == DATA.special_ids
+    assert {name: getattr(translator.model.config, name) for name in IDS if name != "unk_id"} == {
+        name: i for name, i in IDS.items() if name != "unk_id"
+    }
 
 
 @pytest.mark.parametrize("sampling", [None, 0.1])
@@ -62,68 +73,104 @@ def test_a_resumed_run_equals_the_uninterrupted_one(tmp_path: Path, sampling: fl
     assert all(torch.equal(one[name], two[name]) for name in one)
 
 
-@pytest.mark.parametrize("changes", [{}, {"steps": 3, "lr": 0.1}], ids=str)
-def test_a_resume_that_trains_nothing_keeps_settings_and_weights(tmp_path: Path, changes: dict[str, float]) -> None:
-    run = tmp_path / "run"
-    TranslationRun.create(run, DATA, MODEL, replace(TRAIN, steps=3)).fit(show=False)
+@pytest.mark.parametrize("changes", [{}, {"steps": 4, "lr": 0.1}], ids=str)
+def test_a_resume_that_trains_nothing_keeps_settings_and_weights(
+    trained: tuple[TranslationRun, Result], changes: dict[str, float]
+) -> None:
+    folder = trained[0].folder
 
     def content() -> list[bytes]:
-        weights = sorted((run / "checkpoints").rglob("*.safetensors"))
-        return [path.read_bytes() for path in (run / "config.toml", *weights)]
+        weights = sorted((folder / "checkpoints").rglob("*.safetensors"))
+        return [path.read_bytes() for path in (folder / "config.toml", *weights)]
 
     before = content()
-    result = TranslationRun.open(run, changes).fit(resume=True, show=False)
-    assert (result.reason, result.step) == ("steps", 3)
+    result = TranslationRun.open(folder, changes).fit(resume=True, show=False)
+    assert (result.reason, result.step) == ("steps", 4)
     assert content() == before
-
-
-def test_special_ids_are_configurable_and_stored(tmp_path: Path) -> None:
-    data = replace(DATA, unk_id=3, pad_id=0, bos_id=1, eos_id=2)
-    run = TranslationRun.create(tmp_path / "run", data, MODEL, TRAIN)
-    assert (run.model_config.pad_id, run.model_config.bos_id, run.model_config.eos_id) == (0, 1, 2)
-    assert run.tokenizers[1].special_ids == data.special_ids
-    run.fit(show=False)
-    assert load_translator(tmp_path / "run").target_tokenizer.special_ids == data.special_ids
 
 
 def test_tokenizers_see_the_training_split_only() -> None:
     data = replace(DATA, tokenizer="words", minimum_frequency=1)
-    train = ParallelCorpus(["a b", "b c"], ["x", "y"])
-    source, _ = build_tokenizers(data, train)
+    source, _ = build_tokenizers(data, ParallelCorpus(["a b", "b c"], ["x", "y"]))
     assert source.encode("d") == [source.unk_id]
     assert source.unk_id not in source.encode("a b c")
 
 
-def test_words_of_pairs_end_where_the_setting_says(tmp_path: Path) -> None:
-    """At spaces alone, text that was split into tokens before (`don't`, `@-@`, `U.S.`) stays as it is."""
-    train = ParallelCorpus(["a U.S. @-@ b", "don't , b"], ["ein U.S. x", "y , z"])
-    for splitting, pieces in (("punctuation", ["U", ".", "S", "."]), ("whitespace", ["U.S."])):
-        data = replace(DATA, tokenizer="words", minimum_frequency=1, splitting=splitting)
-        for tokenizer in build_tokenizers(data, train):
-            assert tokenizer.pieces(tokenizer.encode("U.S.")) == pieces
-    with pytest.raises(ValueError, match="splitting must be one of punctuation, whitespace, not 'spaces'"):
-        replace(DATA, splitting="spaces")
-    data = replace(DATA, tokenizer="words", minimum_frequency=1, splitting="whitespace", bleu_sentences=0)
-    run = TranslationRun.create(tmp_path / "run", data, MODEL, replace(TRAIN, steps=1, validate_every=1))
-    run.fit(show=False)
-    assert load_translator(tmp_path / "run").source_tokenizer.splitting == "whitespace"
+def test_the_first_pairs_of_files_are_taken_after_those_split_off(tmp_path: Path) -> None:
+    write_lines(tmp_path / "s", [f"s {i}" if i % 10 else "" for i in range(1000)])
+    write_lines(tmp_path / "t", [f"t {i}" for i in range(1000)])
+    files: dict[str, Any] = {"train_source": tmp_path / "s", "train_target": tmp_path / "t"}
+    data = DataConfig(**files, train_size=100, valid_size=7, test_size=5)
+    parts = read_corpora(data)
+    assert [len(parts[name]) for name in ("train", "valid", "test")] == [100, 7, 5]
+    taken = {int(line.split()[1]) for part in parts.values() for line in part.source}
+    assert taken == {i for i in range(125) if i % 10}  # 112 of the first 125 lines have two sides
+    for part in parts.values():
+        assert [line[1:] for line in part.source] == [line[1:] for line in part.target]
+    assert "875 more left out" in str(parts["train"])
+    assert len(read_corpora(replace(data, train_size=None))["train"]) == 888
+    held = {f"{part}_{side}": tmp_path / side[0] for part in ("valid", "test") for side in ("source", "target")}
+    parts = read_corpora(DataConfig(**files, **held, train_size=100))
+    assert {int(line.split()[1]) for line in parts["train"].source} == {i for i in range(112) if i % 10}
+    assert len(parts["valid"]) == 900
 
 
-def test_files_are_split_disjointly(tmp_path: Path) -> None:
-    write_lines(tmp_path / "s", [f"s{i}" for i in range(40)])
-    write_lines(tmp_path / "t", [f"t{i}" for i in range(40)])
-    data = DataConfig(train_source=tmp_path / "s", train_target=tmp_path / "t", valid_size=4, test_size=6)
-    corpora = read_corpora(data)
-    parts = [set(corpora[name].source) for name in ("train", "valid", "test")]
-    assert [len(part) for part in parts] == [30, 4, 6]
-    assert len(set.union(*parts)) == 40
-    for corpus in corpora.values():
-        assert [s[1:] for s in corpus.source] == [t[1:] for t in corpus.target]
-
-
-def test_a_checkpoint_of_another_architecture_is_refused(tmp_path: Path) -> None:
-    TranslationRun.create(tmp_path / "run", DATA, MODEL, TRAIN).fit(show=False)
-    config = tmp_path / "run" / "config.toml"
+def test_a_checkpoint_of_another_architecture_is_refused(
+    trained: tuple[TranslationRun, Result], tmp_path: Path
+) -> None:
+    config = shutil.copytree(trained[0].folder, tmp_path / "run") / "config.toml"
     config.write_text(config.read_text().replace("feed_forward = 32", "feed_forward = 64"))
     with pytest.raises(CheckpointError, match="feed_forward"):
         load_translator(tmp_path / "run")
+
+
+REFERENCES = [f"the {i} cat sat on mat {i % 3}" for i in range(40)]
+OTHERS = [f"a {i} cat was on mat {i % 3}" for i in range(40)]
+NEAR = [line.replace("sat", "was") if i % 2 else line for i, line in enumerate(REFERENCES)]
+FAR = [line.replace("cat", "dog") for line in NEAR]
+
+
+def test_scores_of_several_references_and_their_intervals_are_sacrebleus() -> None:
+    scores = score_translations(NEAR, REFERENCES, more_references=[OTHERS], bootstrap=100)
+    for name in ("bleu", "chrf", "ter"):
+        metric = getattr(metrics, name.upper())()
+        expected = metric.corpus_score(NEAR, [REFERENCES, OTHERS], n_bootstrap=100)
+        assert getattr(scores, name) == expected.score
+        assert scores.intervals[name] > 0
+        assert getattr(scores, f"{name}_signature") == str(metric.get_signature())
+    assert scores.bleu > score_translations(NEAR, REFERENCES).bleu
+    assert f"BLEU {scores.bleu:.2f} ± {scores.intervals['bleu']:.2f} (nrefs:2|bs:100|" in str(scores)
+    with pytest.raises(ValueError, match="39 translations and 40 references"):
+        score_translations(NEAR, REFERENCES, more_references=[OTHERS[1:]])
+
+
+def test_a_worse_system_differs_by_more_than_chance_and_an_equal_one_does_not() -> None:
+    systems = {"near": NEAR, "far": FAR, "same": NEAR}
+    results = {(each.metric, each.system): each for each in compare_translations(systems, REFERENCES, bootstrap=200)}
+    assert {metric for metric, _ in results} == {"BLEU", "chrF2", "TER"}
+    for metric in ("BLEU", "chrF2", "TER"):
+        p_values = [results[metric, system].p_value for system in systems]
+        assert p_values[0] is None
+        assert (p_values[1] or 0) < 0.05 < 0.5 < (p_values[2] or 0)
+    assert results["BLEU", "near"].score == score_translations(NEAR, REFERENCES).bleu
+
+
+def test_several_references_and_bootstrap_on_the_command_line(
+    trained: tuple[TranslationRun, Result], tmp_path: Path
+) -> None:
+    for name in "ab":
+        shutil.copytree(trained[0].folder, tmp_path / name)
+    test = trained[0].corpora["test"]
+    for name, lines in (("source", test.source * 4), ("target", test.target * 4), ("short", ["un"])):
+        write_lines(tmp_path / name, lines)
+    command = "evaluate --run a --source source --target target --max-length 4 --device cpu --target"
+    done = fastformer(*command.split(), "target", "--bootstrap", "20", cwd=tmp_path)
+    assert "(nrefs:2|bs:20|" in done.stdout, done.stderr
+    done = fastformer(*command.split(), "short", cwd=tmp_path)
+    message = "short has 1 lines for 40 pairs; several references need files of equal length without empty lines"
+    assert (done.returncode, done.stderr) == (2, f"error: {message}\n")
+    done = fastformer("compare", "a", "b", "--bootstrap", "10", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    rows = [line.split() for line in done.stdout.splitlines() if line.startswith(("BLEU", "chrF2", "TER"))]
+    assert [row[-1] for row in rows] == ["a", "b"] * 3
+    assert [row[2:4] for row in rows[1::2]] == [["p", "="]] * 3

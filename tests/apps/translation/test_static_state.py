@@ -1,16 +1,14 @@
 """Steps of fixed shapes: equal to those of the growing cache, eagerly and repeated as a CUDA graph would."""
 
-from itertools import pairwise
-
 import pytest
 import torch
 
-from fastformer.apps.translation import search, state
+from fastformer.apps.translation import state
 from fastformer.apps.translation.search import SearchOptions, beam_search, greedy_search
 from fastformer.apps.translation.state import DecoderState, StaticDecoderState
-from tests.support.fused_op import DEVICE, needs_kernels, poisoned
+from tests.support.fused_op import poisoned
 from tests.support.recorded_steps import steps_of_both, taped
-from tests.support.translation_task import BOS, EOS, random_model
+from tests.support.translation_task import BOS, random_model
 from tests.support.uncached_search import RAGGED, sources
 
 MODELS = {
@@ -74,28 +72,6 @@ def test_learned_positions_at_their_limit(limit, mode, small_cache):
         state.step(torch.tensor([BOS]))
 
 
-@pytest.mark.parametrize("autocast", [True, False])
-@torch.inference_mode()
-def test_bf16(autocast, mode):
-    """Autocast from fp32 weights, and bf16 weights; a position that stands still makes 0.08 and more of the norm."""
-    model = random_model(10, d_model=24)
-    with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
-        for static, growing in steps_of_both(model if autocast else model.bfloat16(), RAGGED, 20):
-            assert static.dtype == growing.dtype == torch.bfloat16
-            assert float((static.float() - growing.float()).norm() / growing.float().norm()) < 0.05
-
-
-@pytest.mark.slow
-@needs_kernels
-@torch.inference_mode()
-def test_kernels(tape, triton_backend, monkeypatch):
-    """Eager, repeated, and with a cache that grows; logits of size 1 in fp32, whose sums are in another order."""
-    monkeypatch.setattr(state, "_FIRST_CAPACITY", 9)
-    model = random_model(5, d_model=16, heads=1, encoder_layers=1, decoder_layers=1, feed_forward=16)
-    assert_steps_equal(model.to(DEVICE), [2, 3], 10, tolerance=1e-5)
-    assert tape.replayed == 8
-
-
 RULES = [{}, {"min_length": 5, "no_repeat_ngram": 2}, {"max_length": 3}, {"max_ratio": 0.0, "max_extra": 70}]
 
 
@@ -120,27 +96,6 @@ def assert_same_hypotheses(found, expected):
             assert a.score == pytest.approx(b.score, abs=1e-5)
 
 
-@pytest.mark.parametrize("few", [0, 64])
-def test_rows_leave_a_replayed_batch_by_halves_and_few_not_at_all(tape, monkeypatch, few):
-    monkeypatch.setattr(search, "_REPLAYED_ROWS", few)
-    seen = []
-    step = StaticDecoderState.step
-    monkeypatch.setattr(StaticDecoderState, "step", lambda self, ids: seen.append(len(ids)) or step(self, ids))
-    model = random_model(9, output_bias=True).double()
-    with torch.no_grad():
-        model.output.bias[EOS] += 1.5  # so that some end at once, some are cut off
-    given = sources([2 + i % 9 for i in range(40)])
-    found = greedy_search(model, *given, SearchOptions(beam=1, cuda_graphs=True))
-    assert_same_hypotheses(found, greedy_search(model, *given))
-    assert tape.replayed
-    if few:
-        assert set(seen) == {40}
-    else:
-        assert seen[0] == 40
-        assert seen[-1] <= 10
-        assert all(after == before or after <= before / 2 for before, after in pairwise(seen))
-
-
 def test_a_step_that_cannot_be_captured_is_eager_from_then_on(tape, monkeypatch):
     """As one that waits for the device: said once, with the reason, and the results are the same."""
     captures = []
@@ -163,19 +118,3 @@ def test_a_step_that_cannot_be_captured_is_eager_from_then_on(tape, monkeypatch)
         found = greedy_search(model, source, lengths, SearchOptions(beam=1, cuda_graphs=True))
     assert_same_hypotheses(found, expected)
     assert len(captures) == len(said) == 1
-
-
-@torch.inference_mode()
-def test_when_steps_are_captured(tape, small_cache):
-    """After one eager step, for at least eight that remain; again where a capture elsewhere has failed."""
-    steps = StaticDecoderState(random_model(2).double(), *sources(RAGGED), longest=30)
-    counts = []
-    for t in range(24):
-        if t == 6:
-            tape.failures += 1
-        steps.step(torch.full((len(RAGGED),), BOS))
-        counts.append((tape.warmed_up, tape.captured))
-    assert counts[:5] == [(1, 0), *[(1, 1)] * 4]
-    assert counts[6] == (1, 1)  # six steps remain before the cache grows: eager
-    assert counts[11:14] == [(1, 1), (2, 1), (2, 2)]
-    assert tape.replayed == 5 + 11

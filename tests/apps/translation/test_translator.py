@@ -2,6 +2,7 @@
 
 import logging
 import re
+from dataclasses import replace
 
 import pytest
 import torch
@@ -158,3 +159,20 @@ def test_a_tokenizer_of_another_model(translator):
     moved = WordTokenizer(swapped, SpecialIds(bos_id=3, eos_id=2))
     with pytest.raises(ValueError, match=r"^the target tokenizer has bos_id 3, the model 2$"):
         Translator(model, source, moved)
+
+
+def test_samples_depend_on_the_seed_and_not_on_the_batch(translator):
+    source = sentences(12, seed=6) * 2
+    options = SearchOptions(sample=True, temperature=2.0, seed=3)
+    texts = translator.translate(source, options, batch_size=5)
+    assert texts == translator.translate(source, options, batch_size=24)
+    assert texts != translator.translate(source, replace(options, seed=4))
+    assert texts[:12] != texts[12:]  # an equal sentence draws other numbers
+
+
+def test_one_candidate_is_greedy_search_with_its_log_probability(translator):
+    source = sentences(12, seed=7)
+    sampled = translator.candidates(source, SearchOptions(sample=True, top_k=1))
+    for [drawn], [best] in zip(sampled, translator.candidates(source, SearchOptions(beam=1)), strict=True):
+        assert drawn.text == best.text
+        assert drawn.log_probability == pytest.approx(best.log_probability, abs=1e-4)

@@ -4,7 +4,6 @@ import json
 import tomllib
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
 
@@ -17,15 +16,12 @@ from fastformer.apps.classification import (
     Classifier,
     ClassifierConfig,
     SequenceClassifier,
-    complete_run,
-    encode_texts,
     evaluate,
     load_classifier,
-    sequence_classification_loss,
 )
 from fastformer.apps.export import load_safetensors
-from fastformer.apps.text import LabelledBatches, WordTokenizer
-from fastformer.apps.train import CheckpointFolder, Trainer, read_weights
+from fastformer.apps.text import WordTokenizer
+from fastformer.apps.train import CheckpointFolder, read_weights
 from tests.support.command_line import Done, fastformer
 
 WORDS = {"animal": ("cat", "dog", "hen"), "plant": ("oak", "elm", "rose"), "tool": ("saw", "axe", "pen")}
@@ -195,22 +191,3 @@ def by_hand() -> tuple[Classifier, WordTokenizer]:
     config = ClassifierConfig(tokenizer.size, 3, d_model=16, heads=2, layers=1, feed_forward=16)
     torch.manual_seed(1)
     return Classifier(SequenceClassifier(config), tokenizer, list(WORDS), 9), tokenizer
-
-
-def test_a_run_by_hand(tmp_path: Path) -> None:
-    classifier, tokenizer = by_hand()
-    texts = [line.split("\t")[1] for line in LINES]
-    labels = np.array([list(WORDS).index(line.split("\t")[0]) for line in LINES])
-    batches = LabelledBatches(encode_texts(texts, tokenizer, 20)[0], labels, size=16)
-    train = ClassificationTrainConfig(steps=3, threads=1)
-    trainer = Trainer(classifier.model, sequence_classification_loss, batches, train, tmp_path / "mine", show=False)
-    trainer.fit()
-    complete_run(trainer, tokenizer, labels=list(WORDS), max_length=20)
-    classifier.model.eval()
-    loaded = load_classifier(tmp_path / "mine", "last")
-    assert torch.equal(loaded.probabilities(texts), classifier.probabilities(texts))
-    assert command(tmp_path, "classify --run mine", stdin=b"the cat").strip() == classifier.classify(["the cat"])[0]
-    (tmp_path / "text.tsv").write_text("\n".join(LINES))
-    assert "of 108 texts" in command(tmp_path, "evaluate --run mine --source text.tsv")
-    assert "its folder does not record the data" in refused(tmp_path, "evaluate --run mine")
-    assert "its folder does not record the data" in refused(tmp_path, "train classify --run mine --resume --steps 9")

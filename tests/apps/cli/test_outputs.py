@@ -1,6 +1,5 @@
 """No output replaces its input or a file of a run, and one that cannot be written is refused before the work."""
 
-import json
 import os
 import shutil
 import sys
@@ -92,20 +91,11 @@ def test_an_output_never_replaces_the_data_set_of_its_run(tmp_path):
     counts = {f"{part}.{language}": count for part, count in SIZES.items() for language in ("en", "fr")}
     for name, count in counts.items():
         (folder / name).write_text("".join(f"{i} the fox jumps\n" for i in range(count)))
-    report = {
-        "name": "multi30k",
-        "languages": ["en", "fr"],
-        "lines": counts,
-        "notice": "",
-        "tokens": {},
-        "warnings": [],
-    }
-    (folder / "dataset.json").write_text(json.dumps(report))
     data = DataConfig(dataset=str(folder), tokenizer="words", bleu_sentences=0)
     model = {"d_model": 8, "heads": 1, "encoder_layers": 1, "decoder_layers": 1, "feed_forward": 8}
     TranslationRun.create(tmp_path / "run", data, model, TrainConfig(steps=2)).fit(show=False)
     before = {path: path.read_bytes() for path in folder.iterdir()}
-    for output in (folder / "test.fr", folder / "dataset.json"):
+    for output in (folder / "test.fr", folder / "train.en"):
         refused(tmp_path, f"evaluate --run run --beam 1 --output {output}", "would be replaced")
     assert {path: path.read_bytes() for path in folder.iterdir()} == before
     assert fastformer(*["evaluate", "--run", "run", "--beam", "1", "--output", "set/new"], cwd=tmp_path).returncode == 0

@@ -17,7 +17,7 @@ from fastformer.apps.train import TrainConfig
 from fastformer.apps.translation.model import TranslationConfig, TranslationModel
 from fastformer.apps.translation.run import DataConfig, TranslationRun
 from tests.apps.conftest import LINES
-from tests.apps.runs.test_run_lock import ENVIRONMENT
+from tests.apps.runs.test_folders import ENVIRONMENT
 from tests.support.command_line import fastformer
 from tests.support.run_folders import save_run
 

@@ -75,13 +75,9 @@ def test_half_precision_with_masks_of_either_precision(form, dtype, op):
 
 # Rules, and the shapes of those that are leaves.
 SMALL = {
-    "plain": ({"scale": 0.3}, {}),
     "causal": ({"causal": True}, {}),
-    "both lengths": ({"key_lengths": torch.tensor([1]), "query_lengths": torch.tensor([1])}, {}),
     "bool mask, dead row": ({"mask": torch.tensor([[True] * 4, [False] * 4, [True] * 4])}, {"sinks": (2,)}),
-    "mask": ({"key_lengths": torch.tensor([3])}, {"mask": (3, 4)}),
     "mask of heads and keys": ({"softcap": 0.7, "window": (1, 1)}, {"mask": (2, 1, 4)}),
-    "sinks, no keys": ({"key_lengths": torch.tensor([0])}, {"sinks": (2,)}),
     "distance_bias and sinks, causal, to the last key, first query dead": (
         {"causal": True, "alignment": "bottom_right", "key_lengths": torch.tensor([2])},
         {"distance_bias": (2, 9), "sinks": (2,)},

@@ -70,47 +70,42 @@ def attend(queries=T, keys=T, kv_heads=H, size=K, dtype=torch.bfloat16, training
     functional.attention(*(torch.empty(shape, dtype=dtype, requires_grad=training) for shape in shapes), **rules())
 
 
+def counted() -> Tensor:
+    return torch.ones(B, dtype=torch.int64)
+
+
+def trained() -> Tensor:
+    return torch.ones(T, T, requires_grad=True)
+
+
+FP32 = {"dtype": torch.float32}
+CORNER = {"keys": T + 1, "rules": lambda: {"causal": True, "alignment": "bottom_right"}}
 CALLS = {
     "plain": ({}, "sdpa"),
     "causal": ({"rules": lambda: {"causal": True}}, "sdpa"),
     "dropout": ({"rules": lambda: {"dropout_p": 0.1}}, "sdpa"),
     "training": ({"training": True}, "sdpa"),
     "long": ({"queries": 16_384, "keys": 16_384}, "sdpa"),
-    "fp16": ({"dtype": torch.float16}, "sdpa"),
-    "fp32": ({"dtype": torch.float32}, "sdpa"),
-    "head size 16": ({"size": 16}, "sdpa"),
-    "head size 256": ({"size": 256}, "sdpa"),
+    "fp32": (FP32, "sdpa"),
     "head size 264": ({"size": 264}, "sdpa"),  # beyond the kernels
     "grouped": ({"kv_heads": 2}, "sdpa"),
-    "grouped, fp32": ({"kv_heads": 2, "dtype": torch.float32}, "triton"),
+    "grouped, fp32": ({"kv_heads": 2, **FP32}, "triton"),
     "decoding": ({"queries": 1}, "triton"),
     "all weights dropped": ({"rules": lambda: {"dropout_p": 1.0}}, "triton"),
     "causal, scale 0": ({"rules": lambda: {"causal": True, "scale": 0.0}}, "triton"),
-    "bottom right": ({"keys": T + 1, "rules": lambda: {"causal": True, "alignment": "bottom_right"}}, "triton"),
+    "bottom right": (CORNER, "triton"),
+    "bottom right, fp32": ({**CORNER, **FP32}, "sdpa"),
     "window": ({"rules": lambda: {"window": (2, 0)}}, "triton"),
-    "lengths, fp32": (
-        {"dtype": torch.float32, "rules": lambda: {"key_lengths": torch.ones(B, dtype=torch.int64)}},
-        "sdpa",
-    ),
-    "mask, fp32": ({"dtype": torch.float32, "rules": lambda: {"mask": torch.ones(T, T)}}, "sdpa"),
-    "trained mask, fp32": (
-        {"dtype": torch.float32, "rules": lambda: {"mask": torch.ones(T, T, requires_grad=True)}},
-        "triton",
-    ),
-    "bottom right, fp32": (
-        {"dtype": torch.float32, "keys": T + 1, "rules": lambda: {"causal": True, "alignment": "bottom_right"}},
-        "sdpa",
-    ),
-    "window, fp32": ({"dtype": torch.float32, "rules": lambda: {"window": (2, 0)}}, "triton"),
+    "window, fp32": ({**FP32, "rules": lambda: {"window": (2, 0)}}, "triton"),
+    "lengths": ({"rules": lambda: {"key_lengths": counted()}}, "triton"),
+    "lengths, fp32": ({**FP32, "rules": lambda: {"key_lengths": counted()}}, "sdpa"),
+    "mask": ({"rules": lambda: {"mask": torch.ones(T, T)}}, "triton"),
+    "mask, fp32": ({**FP32, "rules": lambda: {"mask": torch.ones(T, T)}}, "sdpa"),
+    "trained mask, fp32": ({**FP32, "rules": lambda: {"mask": trained()}}, "triton"),
+    "key mask": ({"rules": lambda: {"key_mask": torch.ones(B, T, dtype=torch.bool)}}, "triton"),
     "softcap": ({"rules": lambda: {"softcap": 9.0}}, "triton"),
     "sinks": ({"rules": lambda: {"sinks": torch.ones(H)}}, "triton"),
     "bias": ({"rules": lambda: {"distance_bias": torch.ones(H, 2 * T - 1)}}, "triton"),
-    "mask": ({"rules": lambda: {"mask": torch.ones(T, T)}}, "triton"),
-    "lengths": ({"rules": lambda: {"key_lengths": torch.ones(B, dtype=torch.int64)}}, "triton"),
-    "key mask": (
-        {"rules": lambda: {"key_mask": torch.ones(B, T, dtype=torch.bool)}},
-        "triton",
-    ),
 }
 
 

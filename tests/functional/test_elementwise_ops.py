@@ -13,7 +13,7 @@ from torch.nn.functional import one_hot
 
 from fastformer.functional import embedding, rotary
 from fastformer.functional.dropout import drop as dropout
-from tests.support.closeness import assert_close, assert_derivatives, assert_formula, random
+from tests.support.closeness import assert_close, assert_formula, random
 
 CONVENTIONS = pytest.mark.parametrize("interleaved", [False, True], ids=["half", "interleaved"])
 
@@ -130,18 +130,6 @@ def test_rotary_and_its_gradients_are_those_of_the_formula(shape, of_positions, 
             return out
 
         assert_formula(lambda x: by_complex_numbers(x, positions, R, interleaved), [random(*shape)], op)
-
-
-def test_first_and_second_derivatives():
-    ids, positions = torch.tensor([[0, 2], [2, 1]]), torch.tensor([[0, 1], [0, 1]])
-    assert_derivatives(
-        lambda weight, table: embedding(ids, weight, table, positions, scale=3.0).square(), [random(3, 2), random(2, 2)]
-    )
-    for interleaved in (False, True):
-        assert_derivatives(
-            lambda x, interleaved=interleaved: rotary(x, ids[0], *tables(4, 4), interleaved=interleaved).square(),
-            [random(2, 2, 5)],
-        )
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)

@@ -11,7 +11,7 @@ from fastformer.functional import attention, packed_attention
 from fastformer.functional.attention import packed_reference
 from fastformer.packing import Layout
 from tests.support.all_pairs import all_pairs
-from tests.support.closeness import assert_close, assert_derivatives, assert_formula, assert_same, random
+from tests.support.closeness import assert_close, assert_formula, assert_same, random
 
 # Ragged; with empty sequences; all equal; beyond the length that is computed without SDPA; none.
 LENGTHS = {
@@ -94,23 +94,6 @@ def test_a_graph_attends_in_one_group():
         return packed_attention(*x, *layouts, causal=True, alignment="bottom_right")
 
     assert_same(torch.compile(call, fullgraph=True, backend="eager")(*inputs), call(*inputs), inputs)
-
-
-@pytest.mark.parametrize(
-    ("rules", "lengths", "groups"),
-    all_pairs(
-        [*RULES[:3], {"window": (1, 0), "alignment": "bottom_right", "softcap": 0.9}],
-        [([2, 1], [1, 3]), ([2, 2], [2, 2]), ([2, 1], [0, 2])],
-        GROUPS,
-    ),
-    indirect=["groups"],
-    ids=str,
-)
-@pytest.mark.usefixtures("groups")
-def test_first_and_second_derivative(lengths, rules):
-    layouts = [Layout.from_lengths(x) for x in lengths]
-    inputs = (random(layouts[0].total, 2, 2), random(layouts[1].total, 2, 2), random(layouts[1].total, 2, 1))
-    assert_derivatives(lambda *x: packed_attention(*x, *layouts, **rules), inputs)
 
 
 @pytest.mark.parametrize("lengths", [[3, 5], [3, 70]])  # either side of the length that is computed without SDPA

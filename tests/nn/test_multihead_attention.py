@@ -5,10 +5,9 @@ import torch
 from torch import nn
 
 import fastformer
-from fastformer.packing import Layout, pack, unpack
 from tests.nn.layer_cases import AHEAD, B, D, H, T, check, twins
 from tests.support.all_pairs import all_pairs
-from tests.support.closeness import assert_close, assert_same, random
+from tests.support.closeness import assert_close, random
 from tests.support.masks import minus_infinity, right
 
 pytestmark = [
@@ -135,28 +134,6 @@ def test_unbatched_input_computes_what_torch_does(masks, kind, batch_first, need
     }[masks]
     for average in (True, False):
         check(ours, torchs, inputs, need_weights=need_weights, average_attn_weights=average, **arguments)
-
-
-LENGTHS = [([5, 2, 4], [7, 1, 3]), ([4, 4], [3, 3]), ([0, 3], [2, 4]), ([2, 3], [0, 4]), ([], [])]
-
-
-@pytest.mark.parametrize("lengths", LENGTHS, ids=str)
-@pytest.mark.parametrize(("form", "kdim"), [("self", None), ("causal", None), ("cross", None), ("cross", 4)])
-def test_packed_is_padded_on_real_tokens(lengths, form, kdim):
-    ours, _ = attention(batch_first=True, kdim=kdim, vdim=kdim)
-    layout = Layout.from_lengths(lengths[0])
-    memory_layout = Layout.from_lengths(lengths[1]) if form == "cross" else layout
-    x = random(layout.total, D)
-    memory = random(memory_layout.total, kdim or D) if form == "cross" else x
-    if form == "cross":
-        actual = ours.packed(x, layout, memory, memory_layout)
-    else:
-        actual = ours.packed(x, layout, causal=form == "causal")
-    mask = torch.ones(layout.max_length, layout.max_length).triu(1).bool() if form == "causal" else None
-    keys = unpack(memory, memory_layout)
-    given = {"key_padding_mask": ~memory_layout.mask(), "attn_mask": mask, "need_weights": False}
-    expected = pack(ours(unpack(x, layout), keys, keys, **given)[0], layout)
-    assert_same(actual, expected, dict.fromkeys([x, memory, *ours.parameters()]))
 
 
 def test_dropout_is_of_the_weights_and_the_weights_returned_are_those_applied():

@@ -69,25 +69,21 @@ def test_scaled_steps_equal_unscaled_ones_and_overflow_is_left_out(name):
     case = CASES[name]
     ours, plain = case.pair(dtype=torch.float64)
     given = case.inputs(B, L, torch.float64)
-    for module, scaler in ((ours, torch.amp.GradScaler("cpu", init_scale=2.0**10)), (plain, None)):
+
+    def step(module: nn.Module, loss: Tensor, scales: bool) -> float:
+        scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10, enabled=scales)
         optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
-        loss = real(name, case.run(case.function(module), given), given).pow(2).sum()
-        if scaler is None:
-            loss.backward()
-            optimizer.step()
-            continue
         scaler.scale(loss).backward()
         scaler.step(optimizer)
         scaler.update()
-        assert scaler.get_scale() == 2.0**10
+        return scaler.get_scale()
+
+    for module, scales in ((ours, True), (plain, False)):
+        out = real(name, case.run(case.function(module), given), given)
+        assert step(module, out.pow(2).sum(), scales) == (2.0**10 if scales else 1.0)
     assert_close(list(ours.state_dict().values()), list(plain.state_dict().values()), roundings=1e4)
     before = [p.detach().clone() for p in ours.parameters()]
-    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10)
-    optimizer = torch.optim.SGD(ours.parameters(), lr=0.1)
-    scaler.scale(case.run(case.function(ours), given).sum() * torch.inf).backward()
-    scaler.step(optimizer)
-    scaler.update()
-    assert scaler.get_scale() == 2.0**9
+    assert step(ours, case.run(case.function(ours), given).sum() * torch.inf, True) == 2.0**9
     assert all(torch.equal(a, w) for a, w in zip(ours.parameters(), before, strict=True))
 
 

@@ -1,5 +1,7 @@
 """`--from` takes a run or an exported model of the same kind; `--checkpoint a,b` averages weights."""
 
+import shutil
+
 import pytest
 import torch
 
@@ -9,10 +11,10 @@ from fastformer.apps.export import export_safetensors
 from fastformer.apps.runs.folder import stated
 from fastformer.apps.runs.kinds import application_of
 from fastformer.apps.train import CheckpointFolder
-from tests.apps.cli.test_streaming import LINES, runs  # noqa: F401
+from tests.apps.conftest import LINES
 from tests.support.command_line import fastformer
 
-FOLDERS = {"translation": "translation", "language": "language", "classification": "classifier"}
+FOLDERS = {"translation": "translation", "language": "language", "classification": "classification"}
 SMALL = "--steps 1 --warmup-steps 0 --lr 1e-30 --device cpu --threads 1"  # the weights stay
 COMMANDS = {
     "translation": "train --train-source lines --train-target lines --valid-size 4 --test-size 4 --bleu-sentences 0",
@@ -22,7 +24,7 @@ COMMANDS = {
 
 
 @pytest.fixture
-def folder(runs, tmp_path):  # noqa: F811
+def folder(runs, tmp_path):
     (tmp_path / "lines").write_text("".join(f"{line} w{i}\n" for i, line in enumerate(LINES)))
     (tmp_path / "labelled").write_text("".join(f"{'zxy'[i % 3]}\t{line} w{i}\n" for i, line in enumerate(LINES)))
     return tmp_path
@@ -34,7 +36,7 @@ def weights(application, folder, checkpoint="last"):
 
 @pytest.mark.parametrize("exported", [False, True])
 @pytest.mark.parametrize("kind", COMMANDS)
-def test_a_run_begins_with_the_weights_tokenizers_and_lengths_of_another(runs, folder, kind, exported):  # noqa: F811
+def test_a_run_begins_with_the_weights_tokenizers_and_lengths_of_another(runs, folder, kind, exported):
     application, origin = application_of(kind), runs / FOLDERS[kind]
     if exported:
         model, tokenizers, data = application.load(origin)
@@ -61,7 +63,7 @@ def test_a_run_begins_with_the_weights_tokenizers_and_lengths_of_another(runs, f
         ("", "", "no model of transformers, there is no config.json"),
     ],
 )
-def test_what_a_run_cannot_begin_with_is_one_line(runs, folder, origin, options, message):  # noqa: F811
+def test_what_a_run_cannot_begin_with_is_one_line(runs, folder, origin, options, message):
     (folder / "empty").mkdir()
     origin = runs / origin if origin else folder / "empty"
     command = f"{COMMANDS['translation']} {SMALL} --from {origin} {options} --run new"
@@ -71,8 +73,8 @@ def test_what_a_run_cannot_begin_with_is_one_line(runs, folder, origin, options,
     assert not (folder / "new").exists()
 
 
-def test_the_mean_of_chosen_checkpoints(runs, folder):  # noqa: F811
-    application, run = application_of("language"), runs / "language"
+def test_the_mean_of_chosen_checkpoints(runs, folder):
+    application, run = application_of("language"), shutil.copytree(runs / "language", folder / "language")
     first = weights(application, run)
     config = application.load_weights(run, "last").config
     checkpoints = CheckpointFolder(run / "checkpoints")

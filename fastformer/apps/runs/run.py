@@ -5,7 +5,7 @@ import importlib.util
 import json
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, ClassVar, Self
@@ -33,7 +33,6 @@ from fastformer.apps.train import (
     TrainConfig,
     Trainer,
     Validation,
-    read_metrics,
 )
 from fastformer.apps.train.config import check_machine
 from fastformer.settings import check_value
@@ -330,9 +329,7 @@ class Run(ABC):
             return trainer.fit()
 
     def _check_checkpoint(self) -> None:
-        """Check metrics files and the last checkpoint's architecture and size, before a model is allocated."""
-        with suppress(FileNotFoundError):
-            read_metrics(self.folder)
+        """Check the architecture and the size of the last checkpoint before a model is allocated."""
         if (last := CheckpointFolder(self.folder / "checkpoints").last()) is None:
             return
         try:

@@ -240,7 +240,7 @@ class Trainer:
     def _measure(self) -> None:
         """Measure once in a run with a budget in minutes what share of the held-out data can be validated."""
         held_out, at = self._validation, self._at
-        if not self._time.unknown or not isinstance(held_out, Validation):
+        if not self._time.must_measure(math.inf) or not isinstance(held_out, Validation):
             return
         with gathered(self._update.module):
             spent, share = self._processes.on_main(lambda: self._time.measure(self._scores, held_out.size, self._clock))

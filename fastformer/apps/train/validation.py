@@ -78,14 +78,9 @@ class TimeBudget:
         """Record the duration of a validation, or a trial, on a share of the held-out data."""
         self._validation = seconds / share / max(self._step, 1e-9)
 
-    @property
-    def unknown(self) -> bool:
-        """Whether there is a budget in minutes and no validation was measured yet."""
-        return self._limit is not None and self._validation is None
-
     def must_measure(self, seconds: float) -> bool:
         """Return whether to measure the cost of a validation now, `seconds` after the start of the run."""
-        return self._limit is not None and self.unknown and seconds >= _MEASURE_BY * self._limit
+        return self._limit is not None and self._validation is None and seconds >= _MEASURE_BY * self._limit
 
     def measure(self, score: Callable[[float], object], size: int, clock: Callable[[], float]) -> tuple[float, float]:
         """Score more and more of `size` examples until that takes a hundredth of the budget.

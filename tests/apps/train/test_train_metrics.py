@@ -92,8 +92,8 @@ def held_out(clock, seconds):
 
 # Seconds of a step and of an example, when all becomes slower and how much, steps between validations.
 CASES = {
-    "validation in time": (1.0, 0.01, None, 1.0, 20),
-    "validation too long": (1.0, 5.0, None, 1.0, 20),
+    "validation in time": (1.0, 0.01, None, 1.0, 150),
+    "validation too long": (1.0, 5.0, None, 1.0, 150),
     "first validation after the end": (1.0, 1.0, None, 1.0, 10**6),
     "busy from the middle on": (1.0, 1.0, 250.0, 3.0, 10**6),
     "busy after the first validation": (0.5, 1.0, 200.0, 3.0, 200),
@@ -146,13 +146,13 @@ def test_the_speed_is_that_of_steps_alone(tmp_path):
 
 
 def test_the_validation_of_a_resumed_run_is_of_the_same_size(tmp_path):
-    for minutes in (5.0, 10.0):  # a tenth of the first is 30 seconds
+    for minutes in (1.0, 2.0):  # a tenth of the first is 6 seconds
         clock = Clock()
-        settings = config(steps=None, minutes=minutes, validate_every=50)
+        settings = config(steps=None, minutes=minutes, validate_every=10)
         run = trainer(
-            tmp_path, settings, loss=clock.takes(1.0, summed_loss), validate=held_out(clock, 1.0), clock=clock
+            tmp_path, settings, loss=clock.takes(1.0, summed_loss), validate=held_out(clock, 0.2), clock=clock
         )
-        if minutes == 10.0:
+        if minutes == 2.0:
             run.resume()
         run.fit()
     found = [record["loss"] for record in read_metrics(tmp_path) if record["kind"] == "validation"]
@@ -174,7 +174,7 @@ def killed_after(steps):
 
 
 @pytest.mark.parametrize("settings", [{"validate_every": None, "epochs": 3}, {"average": 2}, {"schedule": "plateau"}])
-@pytest.mark.parametrize("steps", [3, 5, 7, 13])
+@pytest.mark.parametrize("steps", [5, 13])
 def test_saving_by_time_changes_no_number_and_a_killed_run_loses_at_most_that(tmp_path, settings, steps):
     settings = config(**{"keep": 2, **settings})
     whole = trainer(tmp_path / "whole", settings).fit()

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fastformer.host.cuda_graphs import capture
+from fastformer.host.cuda_graphs import CudaRecorder
 
 _FLUSHED_BYTES = 1 << 28  # several times the 50 to 60 MB of a Hopper GPU's L2
 _FLUSHES = 4  # takes the GPU a quarter of a millisecond, longer than the host needs to queue a short call
@@ -81,7 +81,7 @@ class Stopwatch:
         for _ in range(3):  # compiles, and lets libraries allocate
             run()
         torch.cuda.synchronize(self.device)
-        return capture(run, torch.cuda.current_device())[0].replay
+        return CudaRecorder(self.device, keeps_memory=False).capture(run).replay
 
     def peak_memory(self, run: Call) -> int | None:
         """Return the bytes that a call allocates at its peak, on a GPU only."""

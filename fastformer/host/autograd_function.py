@@ -1,15 +1,10 @@
 """From an op to its kernels: launchers registered as torch ops, and helpers of the autograd Functions around them.
 
-**Registration.** An op has a schema, a launcher and a fake, so that torch.compile, fake tensors and opcheck understand
-it; the `autograd.Function` beside it carries the derivative. Ops are defined by hand in a Library, which costs a fifth
-of `custom_op` a call (docs/kernels/shared.md); a call that no mode, transform, trace or profiler observes runs the
-launcher directly. Triton is imported by the first call of an op.
+Ops are defined by hand in a Library, which costs a fifth of `custom_op` a call (docs/kernels/shared.md); a call that no
+mode, transform, trace or profiler observes runs the launcher directly. Triton is imported by the first call of an op.
 
-**Functions.** `Function.apply` of a Function with `setup_context`, which functorch requires, binds its arguments by
-name at every call: a third of the host time of a fused layer norm. `call` avoids that.
-
-**Second derivatives.** Kernels have a first derivative only. Where a gradient is itself to be differentiated
-(`create_graph=True`, `torch.func`), backward differentiates the op's plain formula instead, an input of the Function.
+Kernels have a first derivative only. Where a gradient is itself to be differentiated (`create_graph=True`,
+`torch.func`), backward differentiates the op's plain formula instead, an input of the Function.
 """
 
 import importlib
@@ -101,7 +96,8 @@ def _observed(args: tuple[Any, ...]) -> bool:
 def call(function: type[torch.autograd.Function], *args: Any) -> Any:
     """Call `function.apply(*args)` at less cost; args are all parameters of `forward`, in order.
 
-    If no gradient is needed, `forward` runs directly.
+    `Function.apply` of a Function with `setup_context`, which functorch requires, binds its arguments by name: a third
+    of the host time of a fused layer norm. If no gradient is needed, `forward` runs directly.
     """
     compiles = compiling()
     # torch.func and forward-mode differentiation must see the Function even without `requires_grad`.
@@ -144,11 +140,7 @@ def seeds_together() -> Iterator[None]:
 
 
 def dropout_seed(x: Tensor) -> Tensor:
-    """Draw the seed of one dropout mask, int64 `[1]`, from the generator of x's device.
-
-    Drawn by torch on the device: `manual_seed`, `fork_rng` and activation checkpointing reproduce it, a CUDA graph
-    draws a new one at each replay, and the host waits for nothing.
-    """
+    """Draw the seed of one dropout mask, int64 `[1]`, on x's device, so that a CUDA graph draws a new one each time."""
     if compiling() or _seeds.unused is None or not torch.is_grad_enabled() or saved_tensors_hooks(True) is not None:
         # Checkpointing sets such a hook or disables gradients, and draws again from the generator's state of this call.
         return _draw(x, 1)
@@ -164,11 +156,9 @@ def _draw(x: Tensor, count: int) -> Tensor:
 
 
 def eager_formula(plain: Formula, *others: Tensor | None) -> Formula | None:
-    """Return an op's plain formula for its fused Function, for second derivatives; torch.compile supports none.
+    """Return an op's formula in plain PyTorch for second derivatives, of which torch.compile supports none.
 
-    Args:
-        plain: a function of the op's differentiable inputs.
-        others: other tensors of the caller that the formula reads, which must not change before backward.
+    plain is a function of the op's differentiable inputs; others, which it reads too, must not change before backward.
     """
     if compiling():
         return None
@@ -203,11 +193,7 @@ def plain_gradients(
 ) -> tuple[Tensor | None, ...]:
     """Return the gradients of `formula(*inputs)`, which are differentiable themselves; None where not needed.
 
-    Args:
-        formula: the op in plain PyTorch, a function of the op's differentiable inputs.
-        inputs: the arguments of formula, in order; None for an absent one.
-        needs_grad: for each input, whether to compute its gradient.
-        grads: of the formula's outputs; None for an output that the loss does not use.
+    grads: of the formula's outputs; None for an output that the loss does not use.
     """
     # Views give each input a gradient of its own, apart from other uses of the same tensor: as another input, or in the
     # computation of another input (weights tied to an embedding, the residual that a sublayer started from).

@@ -39,40 +39,6 @@ def capture_or_warn(recorder: Recorder, step: Step, what: str) -> Recorded | Non
         return None
 
 
-def capture(step: Step, index: int, pool: Any = None) -> tuple[torch.cuda.CUDAGraph, Any]:
-    """Return the graph of a step and its output, captured on the current stream, which must not be the default one.
-
-    The step has run on this stream before. If the capture fails, the step's error is raised, and random numbers can be
-    drawn and memory allocated as before; but graphs captured earlier must not run any more, because they use the old
-    state of the generator. pool: of an earlier graph, whose memory may be reused.
-    """
-    graph = torch.cuda.CUDAGraph()
-    pool = torch.cuda.graph_pool_handle() if pool is None else pool
-    # With "global", a batch that another thread loads would end the capture.
-    graph.capture_begin(pool=pool, capture_error_mode="thread_local")
-    try:
-        try:
-            output = step()
-        except BaseException:
-            with suppress(RuntimeError):  # that the capture broke off; the step's error is the reason
-                graph.capture_end()
-            raise
-        graph.capture_end()
-    except BaseException:
-        # A broken capture leaves a generator that refuses to draw, and an allocator that uses the graph's pool.
-        _failures[index] += 1
-        generator = torch.cuda.default_generators[index]
-        generator.graphsafe_set_state(generator.clone_state())
-        with suppress(RuntimeError):
-            torch._C._cuda_endAllocateToPool(index, pool)
-            torch._C._cuda_releasePool(index, pool)
-        # If capture_end fails before it ends this for pinned memory, that allocator asks the driver at each allocation
-        # whether the capture is active, and refuses this pool to another capture. Python has no call that ends it. So
-        # the next capture must not use this pool.
-        raise
-    return graph, output
-
-
 def recorder(device: torch.device, keeps_memory: bool) -> Recorder | None:
     """Return a recorder of a device, or None if the device has no graphs; keeps_memory: see `CudaRecorder`."""
     return CudaRecorder(device, keeps_memory) if device.type == "cuda" else None
@@ -124,21 +90,47 @@ class CudaRecorder:
             return step()
 
     def capture(self, step: Step) -> Recorded:
-        """Capture a step without running it.
+        """Capture a step that `warm_up` has run before, without running it.
 
         All graphs of a recorder share one pool of memory: a graph's tensors there, its output included, are lost when
         another graph runs. Tensors from outside keep their values.
 
         Raises:
-            RuntimeError: the step waits for the device, or does something else that a graph cannot contain; random
-                numbers can be drawn and memory allocated as before.
+            RuntimeError: the step waits for the device, or does something else that a graph cannot contain. Random
+                numbers can be drawn and memory allocated as before; but graphs captured earlier on the device must not
+                run any more, because they use the old state of the generator.
         """
         # If the capture runs out of memory, the pool's memory is free once the caller deletes its graphs.
         last, self.resources.last = self.resources.last, None
+        pool, graph = torch.cuda.graph_pool_handle() if last is None else last.pool(), torch.cuda.CUDAGraph()
         with self._on_capture_stream():
-            graph, output = capture(step, self.index, None if last is None else last.pool())
+            # With "global", a batch that another thread loads would end the capture.
+            graph.capture_begin(pool=pool, capture_error_mode="thread_local")
+            try:
+                try:
+                    output = step()
+                except BaseException:
+                    with suppress(RuntimeError):  # that the capture broke off; the step's error is the reason
+                        graph.capture_end()
+                    raise
+                graph.capture_end()
+            except BaseException:
+                self._recover(pool)
+                raise
         self.resources.last = graph
         return Recorded(graph.replay, output)
+
+    def _recover(self, pool: Any) -> None:
+        """After a broken capture, replace the generator, which refuses to draw, and release the graph's pool."""
+        _failures[self.index] += 1
+        generator = torch.cuda.default_generators[self.index]
+        generator.graphsafe_set_state(generator.clone_state())
+        with suppress(RuntimeError):
+            torch._C._cuda_endAllocateToPool(self.index, pool)
+            torch._C._cuda_releasePool(self.index, pool)
+        # If capture_end fails before it ends this for pinned memory, that allocator asks the driver at each allocation
+        # whether the capture is active, and refuses this pool to another capture. Python has no call that ends it. So
+        # the next capture must not use this pool.
 
     @contextmanager
     def _on_capture_stream(self) -> Iterator[None]:

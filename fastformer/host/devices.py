@@ -111,7 +111,7 @@ def send(device: torch.device | str | None, *tensors: Tensor) -> list[Tensor]:
     """Return the tensors on a device: tensors of a CPU in one transfer, from pinned memory, so that nothing waits.
 
     The results are views of one buffer; a tensor that is passed twice gives the same view twice. Without a device, and
-    on the device, tensors are returned unchanged. torch's allocator reuses the pinned memory only after the copy.
+    on the device, tensors are returned unchanged.
     """
     target = None if device is None else torch.device(device)
     if target is None or target.type == "cpu" or not all(x.is_cpu for x in tensors):

@@ -60,7 +60,7 @@ def lines_of(title: str, entries: list[Entry], sign: str = ":") -> list[str]:
 
 
 def convert(model: nn.Module, *, padding_free: bool = True, sdpa: bool = False) -> Conversion:
-    """Change the torch.nn modules of a model to fastformer's drop-in classes, in place.
+    """Change the torch.nn modules of a model to fastformer's drop-in classes, in place; return the report.
 
     Changed are LayerNorm, RMSNorm, MultiheadAttention, TransformerEncoderLayer, TransformerDecoderLayer,
     TransformerEncoder, TransformerDecoder and Transformer. Modules that may compute something else are not changed:
@@ -73,9 +73,6 @@ def convert(model: nn.Module, *, padding_free: bool = True, sdpa: bool = False) 
             then 0, in training too; the report lists these stacks (`zeroed`). False keeps torch.nn's values there.
         sdpa: whether hand-written modules that call `F.scaled_dot_product_attention` call `fastformer.sdpa` instead:
             those whose class names it in a method.
-
-    Returns:
-        The report. The model has changed in place, so the report can be ignored.
     """
     report = Conversion()
     for name, module in model.named_modules():

@@ -76,12 +76,9 @@ def token_wise(part: T) -> T:
     `[B, L, D]`. A linear layer with an adapter is token-wise, a convolution over positions is not. The declaration is
     not checked. Usable as a decorator; raises TypeError for anything else.
     """
-    of_modules = isinstance(part, type) and issubclass(part, nn.Module)
-    if not (of_modules or (callable(part) and not isinstance(part, type | nn.Module))):
-        name = part.__name__ if isinstance(part, type) else type(part).__name__
-        raise TypeError(f"token_wise takes a class of modules or a function, not {name}")
-    if not isinstance(part, Hashable):
-        raise TypeError(f"token_wise takes functions that are hashable, not a {type(part).__name__}")
+    is_function = callable(part) and isinstance(part, Hashable) and not isinstance(part, type | nn.Module)
+    if not (is_function or (isinstance(part, type) and issubclass(part, nn.Module))):
+        raise TypeError(f"token_wise takes a class of modules or a hashable function, not {part!r}")
     TOKEN_WISE.add(part)
     return part
 
@@ -179,13 +176,7 @@ SequentialFeedForward = nn.Sequential  # named in pickles of models that earlier
 class LinearCrossEntropy(nn.Module):
     """Output projection and cross entropy in one step, which need not store the logits.
 
-    Args:
-        in_features: D.
-        num_classes: V.
-        bias: whether the projection has one.
-        ignore_index: targets of this value are ignored.
-        label_smoothing: share of the target probability that is spread over all classes.
-        reduction: "mean", "sum" or "none".
+    in_features (D), num_classes (V) and bias are those of nn.Linear, the other arguments those of nn.CrossEntropyLoss.
     """
 
     def __init__(

@@ -48,24 +48,10 @@ class MultiheadAttention(Projections):
         average_attn_weights: bool = True,
         is_causal: bool = False,
     ) -> tuple[Tensor, Tensor | None]:
-        """Attend from query to key and value.
+        """Attend from query to key and value; arguments, results and exceptions are those of torch.nn's class.
 
-        Args:
-            query: `[T, B, D]`, `[B, T, D]` if batch_first, or unbatched `[T, D]`.
-            key: `[S, B, kdim]`, likewise.
-            value: `[S, B, vdim]`, likewise.
-            key_padding_mask: `[B, S]` (unbatched `[S]`): bool, True = ignore the key, or additive.
-            need_weights: whether the weights are returned; without them no `[T, S]` matrix is stored.
-            attn_mask: `[T, S]` or `[B * H, T, S]`: bool, True = may not attend, or additive.
-            average_attn_weights: whether returned weights are the mean over the heads.
-            is_causal: states that attn_mask is the causal mask, which may then be omitted, unlike in torch.
-
-        Returns:
-            The output, of query's layout, and the weights `[B, T, S]` (per head `[B, H, T, S]`; without B if
-            unbatched) or None.
-
-        Raises:
-            AssertionError, RuntimeError: as torch, for shapes and dtypes that do not fit.
+        `is_causal` states that attn_mask is the causal mask, which may then be omitted, unlike in torch. Without
+        `need_weights`, no `[T, S]` matrix is stored.
         """
         if key_padding_mask is None and key is value and runs_as_torch(query):
             outputs = self._attend_to_few(query, key, attn_mask, is_causal, need_weights, average_attn_weights)
@@ -138,19 +124,15 @@ class MultiheadAttention(Projections):
         """Attend within packed sequences: `[T, D]` -> `[T, D]`; to the same tokens, or to memory `[S, D]`.
 
         Args:
-            query: the tokens of all sequences.
-            layout: the layout of query.
-            memory: the tokens that keys and values are projected from; query if None.
-            memory_layout: the layout of memory.
+            query, layout: the tokens of all sequences, and their layout.
+            memory, memory_layout: the tokens that keys and values are projected from; query if None.
             causal: whether token t of a sequence attends only to its keys s <= t.
             attn_mask: as in forward, over the columns of the padded batches that the layouts describe. Scores are then
                 padded, projections are not.
 
         Raises:
-            ValueError: the module has `add_bias_kv` or `add_zero_attn`, whose keys belong to no sequence; causal and
-                attn_mask are both given; or the module counts positions, and a layout has gaps or, with a memory,
-                padding on the left.
-            AssertionError, RuntimeError, TypeError: as in forward, for shapes and dtypes that do not fit.
+            ValueError: the module has `add_bias_kv` or `add_zero_attn`; causal and attn_mask are both given; or the
+                module counts positions, and a layout has gaps or, with a memory, padding on the left.
         """
         check_tensors(("query", "layout"), query, (offsets_of("layout", layout),))
         if self.bias_k is not None or self.add_zero_attn:

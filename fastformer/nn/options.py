@@ -7,7 +7,7 @@ from typing import Any, TypedDict
 
 from torch import nn
 
-from fastformer.functional.attention.arguments import check_softcap, check_window
+from fastformer.functional.attention.op import check_softcap, check_window
 from fastformer.functional.attention.rules import Window
 from fastformer.nn.rotary import Rotary
 from fastformer.settings import check_value

@@ -130,7 +130,7 @@ class Projections(nn.MultiheadAttention):
         Inputs that are the same tensor take one matrix product. Rotary attention needs the positions of the tokens.
         """
         H, Hkv = self.num_heads, self._kv_heads or self.num_heads
-        stacked = self._qkv_same_embed_dim
+        stacked, q, k, v = self._qkv_same_embed_dim, query, key, value
         if stacked and query is key is value:
             qkv = _as_heads(F.linear(query, self.in_proj_weight, self.in_proj_bias), H + 2 * Hkv)  # type: ignore[arg-type]
             if self.rotary is not None and not self._has_qk_norms:  # one call rotates both
@@ -140,12 +140,12 @@ class Projections(nn.MultiheadAttention):
             q, k, v = qkv.split_with_sizes([H, Hkv, Hkv], -2)
         elif stacked and key is value:
             q, kv = self._project_each((query, key), (H, 2 * Hkv))
-            k, v = (kv, kv) if kv is None else kv.split_with_sizes([Hkv, Hkv], -2)
+            k, v = (None, None) if kv is None else kv.split_with_sizes([Hkv, Hkv], -2)
         else:
             q, k, v = self._project_each((query, key, value), (H, Hkv, Hkv))
         if self.rotary is None and len(self._modules) == 1:  # no norms: out_proj is the only child
             return q, k, v
-        q = None if q is None else self._norm_and_rotate(q, "q_norm", positions)  # type: ignore[assignment]
+        q = None if q is None else self._norm_and_rotate(q, "q_norm", positions)
         return q, None if k is None else self._norm_and_rotate(k, "k_norm", key_positions), v
 
     def _project_each(self, inputs: Sequence[Tensor | None], heads: Sequence[int]) -> list[Any]:

@@ -21,6 +21,7 @@ from benchmarks.harness.clock import Stopwatch
 from benchmarks.harness.race import Op
 from fastformer.apps.text import EncodedPairs, Sequences, SpecialIds, collate
 from fastformer.apps.translation.model import TranslationConfig, TranslationModel
+from fastformer.host.cuda_graphs import Recorded
 from tests.benchmarks.races import CPU, make_race
 
 
@@ -56,17 +57,16 @@ def test_what_is_timed_may_be_another_call_than_what_is_compared():
 def test_what_is_captured_has_run_before(monkeypatch):
     done = []
 
-    class Graph:
-        def replay(self):
-            done.append("replay")
+    class Recorder:
+        def __init__(self, device, keeps_memory):
+            pass
 
-    def capture(step, index):
-        step()
-        return Graph(), None
+        def capture(self, step):
+            step()
+            return Recorded(lambda: done.append("replay"), None)
 
-    for name, fake in {"synchronize": lambda device: done.append("wait"), "current_device": lambda: 0}.items():
-        monkeypatch.setattr(torch.cuda, name, fake)
-    monkeypatch.setattr(clock, "capture", capture)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: done.append("wait"))
+    monkeypatch.setattr(clock, "CudaRecorder", Recorder)
     Stopwatch(torch.device("cpu")).replay(lambda: done.append("run"))()
     assert done == ["run", "run", "run", "wait", "run", "replay"]
 

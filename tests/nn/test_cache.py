@@ -323,7 +323,7 @@ def test_declared_parts_are_token_wise() -> None:
     ours.layers[0].linear1.__class__ = type("More", (Doubled,), {})
     assert ours.obstacle() == "layers.0.linear1 is a More"
     for wrong in (ours.layers[1].linear1, "Doubled", int):
-        with pytest.raises(TypeError, match="token_wise takes a class of modules or a function, not"):
+        with pytest.raises(TypeError, match="token_wise takes a class of modules or a hashable function, not"):
             fastformer.token_wise(wrong)
 
     ours.layers[0].linear1.__class__ = Doubled

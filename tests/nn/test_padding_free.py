@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from fastformer import functional
 from fastformer.packing import Layout, from_nested, to_nested
-from fastformer.packing.row_map import RowMap
+from fastformer.packing.layout import RowMap
 from tests.nn.layer_cases import AHEAD, PADDING, STACKS, B, D, H, S, T, check, inputs_for, twins
 from tests.support.all_pairs import all_pairs
 from tests.support.closeness import assert_close, assert_same, gradients, random

@@ -34,7 +34,7 @@ from fastformer.nn.layers import TransformerEncoderLayer
 from fastformer.nn.modules import make_norm
 from fastformer.nn.stacks import TransformerEncoder
 from fastformer.packing import Layout
-from fastformer.packing.row_map import RowMap
+from fastformer.packing.layout import RowMap
 
 Pooling = Literal["mean", "first", "max"]
 

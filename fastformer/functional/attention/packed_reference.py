@@ -21,7 +21,7 @@ from fastformer.functional.dropout import drop
 from fastformer.host.devices import send
 from fastformer.modes import compiling, readable
 from fastformer.packing import Layout
-from fastformer.packing.row_map import RowMap
+from fastformer.packing.layout import RowMap
 
 # A group ends where the area of the remaining scores of a sequence is below this share of the group's ...
 _SHRINK = 0.7

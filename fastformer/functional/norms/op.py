@@ -4,8 +4,7 @@ Letters: M rows, N numbers of a row.
 """
 
 import math
-from collections.abc import Callable, Sequence
-from functools import partial
+from collections.abc import Sequence
 
 import torch
 import torch.nn.functional as F
@@ -49,7 +48,7 @@ def layer_norm(
     """
     if dtype is None and is_torchs(x, weight, bias):
         return torch.layer_norm(x, _as_shape(normalized_shape), weight, bias, eps)
-    return _norm(True, partial(F.layer_norm, eps=eps), eps, x, None, normalized_shape, weight, bias, 0.0, dtype)[0]
+    return _norm(True, eps, x, None, normalized_shape, weight, bias, 0.0, dtype)[0]
 
 
 def rms_norm(
@@ -68,7 +67,7 @@ def rms_norm(
     """
     if dtype is None and is_torchs(x, weight):
         return torch.rms_norm(x, _as_shape(normalized_shape), weight, eps)
-    return _norm(False, *_rms(eps), x, None, normalized_shape, weight, None, 0.0, dtype)[0]
+    return _norm(False, eps, x, None, normalized_shape, weight, None, 0.0, dtype)[0]
 
 
 def dropout_add_layer_norm(
@@ -96,8 +95,7 @@ def dropout_add_layer_norm(
     """
     if type(residual) is not Tensor:
         check_types(("residual",), residual)
-    plain = partial(F.layer_norm, eps=eps)
-    return _norm(True, plain, eps, x, residual, normalized_shape, weight, bias, dropout_p, dtype)
+    return _norm(True, eps, x, residual, normalized_shape, weight, bias, dropout_p, dtype)
 
 
 def dropout_add_rms_norm(
@@ -113,27 +111,24 @@ def dropout_add_rms_norm(
     """Compute s = residual + dropout(x) and its RMS norm; arguments as of `dropout_add_layer_norm` and `rms_norm`."""
     if type(residual) is not Tensor:
         check_types(("residual",), residual)
-    return _norm(False, *_rms(eps), x, residual, normalized_shape, weight, None, dropout_p, dtype)
+    return _norm(False, eps, x, residual, normalized_shape, weight, None, dropout_p, dtype)
 
 
-def _rms(eps: float | None) -> tuple[Callable[..., Tensor], float]:
-    """Return torch's RMS norm with the parameters of a layer norm, and the number that kernels add.
-
-    None is fp32's machine epsilon, for half precision too, as in torch.
-    """
-    return partial(_plain_rms, eps=eps), torch.finfo(torch.float32).eps if eps is None else eps
-
-
-def _plain_rms(
-    x: Tensor, shape: tuple[int, ...], weight: Tensor | None, bias: Tensor | None, eps: float | None
+def _plain(
+    centred: bool,
+    eps: float | None,
+    x: Tensor,
+    shape: tuple[int, ...],
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
 ) -> Tensor:
-    return F.rms_norm(x, shape, weight, eps)
+    """Compute torch's layer norm if centred, else RMS norm."""
+    return F.layer_norm(x, shape, weight, bias, eps) if centred else F.rms_norm(x, shape, weight, eps)  # type: ignore[arg-type]
 
 
 def _norm(
     centred: bool,
-    plain: Callable[..., Tensor],
-    eps: float,
+    eps: float | None,
     x: Tensor,
     residual: Tensor | None,
     normalized_shape: int | Sequence[int],
@@ -144,10 +139,7 @@ def _norm(
 ) -> tuple[Tensor, Tensor]:
     """Compute the norm of s, and s, for all four ops: s = residual + dropout(x), or x without a residual.
 
-    Args:
-        centred: the norm is layer norm, which subtracts the mean; else RMS norm.
-        plain: torch's norm of a tensor, the normalised shape, weight and bias.
-        eps: the number that the kernels add.
+    centred: whether the norm is layer norm, which subtracts the mean; else RMS norm.
     """
     parameters = weight, bias
     shape = normalized_shape if isinstance(normalized_shape, tuple) else _as_shape(normalized_shape)
@@ -157,7 +149,7 @@ def _norm(
         if dtype is None and is_torchs(x, weight, bias) and type(residual) is Tensor and residual.is_cpu:
             if x.shape == residual.shape and x.dtype is residual.dtype and 0.0 <= dropout_p <= 1.0:
                 s = residual + (drop(x, dropout_p) if dropout_p else x)
-                return plain(s, shape, weight, bias), s
+                return _plain(centred, eps, s, shape, weight, bias), s
     check_tensors(("x", "weight", "bias", "residual"), x, (), (*parameters, residual))
     if residual is not None and x.shape != residual.shape:
         raise ValueError(f"x and residual must have the same shape, not {list(x.shape)} and {list(residual.shape)}")
@@ -165,16 +157,17 @@ def _norm(
     takes_kernel = runs_fused(op, x, lambda: _limit(op, *parameters, residual))
     if not (takes_kernel and _fits(x, shape, *parameters)):  # wrong shapes raise in torch
         s = x if residual is None else residual + drop(x, dropout_p)
-        y = plain(s, shape, *_as_wide(s, *parameters))
+        y = _plain(centred, eps, s, shape, *_as_wide(s, *parameters))
         return (y if dtype is None else y.to(dtype)), s
-    formula = eager_formula(lambda s, *parameters: plain(s, s.shape[-1:], *parameters))
+    formula = eager_formula(lambda s, *parameters: _plain(centred, eps, s, s.shape[-1:], *parameters))
+    added = torch.finfo(torch.float32).eps if eps is None else eps  # as in torch, for half precision too
     dtype = dtype or output_dtype(NAMES[centred], x, *(() if residual is None else (residual,)))
     if residual is None:
-        y, _, _ = call(Norm, _as_rows(x, shape), *_as_row(*parameters), eps, dtype, centred, formula)
+        y, _, _ = call(Norm, _as_rows(x, shape), *_as_row(*parameters), added, dtype, centred, formula)
         return (y if y.shape == x.shape else y.view(x.shape)), x
     tensors = _as_rows(x, shape), _as_rows(residual, shape), *_as_row(*parameters)
     seed = dropout_seed(x) if dropout_p > 0.0 else None
-    y, s, _, _ = call(DropoutAddNorm, *tensors, seed, eps, dropout_p, centred, dtype, formula)
+    y, s, _, _ = call(DropoutAddNorm, *tensors, seed, added, dropout_p, centred, dtype, formula)
     return (y, s) if y.shape == x.shape else (y.view(x.shape), s.view(x.shape))
 
 

@@ -19,7 +19,7 @@ from transformers.utils.output_capturing import _active_collector
 
 from fastformer import functional
 from fastformer.functional.attention.rules import Window
-from fastformer.integrations.transformers.entry import NAME, NotPacked, Packed, current, running
+from fastformer.integrations.transformers.entry import NAME, NotPacked, Packed, current, to_tokens
 from fastformer.modes import compiling
 from fastformer.packing import Layout
 
@@ -138,7 +138,7 @@ def mask_rules(
     if isinstance(attention_mask, MaskRules):
         return attention_mask
     shape = (batch_size, 1, q_length, kv_length)
-    batch = running()
+    batch = current()
     if isinstance(batch, Packed):
         return _packed_rules(batch, _window(mask_function), shape)
     if batch is not None and q_length == kv_length == batch.shape[1]:
@@ -265,7 +265,7 @@ def attention_forward(
 def _rules_of(query: Tensor, key: Tensor, mask: Any, causal: bool, sliding_window: int | None) -> MaskRules:
     """Return the rules of one layer's call: those of `mask_rules`, or of a mask that a model or user made."""
     T, S = query.shape[2], key.shape[2]
-    if isinstance(running(), Packed) and (not isinstance(mask, MaskRules) or mask.layout is None):
+    if isinstance(current(), Packed) and (not isinstance(mask, MaskRules) or mask.layout is None):
         raise NotPacked("it makes a mask itself, or a mask of all pairs, or one that counts padding between tokens")
     if isinstance(mask, MaskRules):
         by_position = mask.causal or mask.window is not None or mask.mask is not None
@@ -284,6 +284,18 @@ def _rules_of(query: Tensor, key: Tensor, mask: Any, causal: bool, sliding_windo
     return MaskRules((len(key), 1, T, S), S, mask=mask)
 
 
+def embed_positions(module: Any, inner: Any, names: tuple[str, ...], /, *args: Any, **kwargs: Any) -> Any:
+    """Embed the positions that tokens have in the padded batch, inside a packed call too."""
+    batch = current()
+    if not isinstance(batch, Packed):
+        return inner(*args, **kwargs)
+    rows = batch.sequences
+    if "position_ids" in names:  # BART counts columns
+        return inner(*args, **{**kwargs, "position_ids": rows.origin % rows.columns})
+    embedded = inner(*map(batch.arguments.get, ("input_ids", "inputs_embeds")))  # M2M-100 counts ids but the padding's
+    return to_tokens(embedded, rows)
+
+
 def t5_attention(attention: Any, inner: Any, names: tuple[str, ...], /, *args: Any, **kwargs: Any) -> Any:
     """Run T5's attention with a bias by distance `[H, 2 P - 1]` where tokens are packed; zeros to an encoder."""
     rules = kwargs.get("mask")
@@ -299,13 +311,12 @@ def t5_attention(attention: Any, inner: Any, names: tuple[str, ...], /, *args: A
 
 def mpnet_bias(encoder: Any, inner: Any, names: tuple[str, ...], /, x: Tensor, **kwargs: Any) -> Tensor:
     """Return MPNet's bias by distance `[H, 2 P - 1]` in place of all pairs, where tokens are packed."""
-    batch = running()
+    batch = current()
     if not isinstance(batch, Packed):
         return inner(x, **kwargs)  # type: ignore[no-any-return]
     P = batch.sequences.max_length
     buckets = encoder.relative_position_bucket(torch.arange(1 - P, P, device=x.device), **kwargs)
-    bias: Tensor = encoder.relative_attention_bias(buckets).T
-    return bias
+    return encoder.relative_attention_bias(buckets).T  # type: ignore[no-any-return]
 
 
 def mpnet_attention(attention: Any, inner: Any, names: tuple[str, ...], /, *args: Any, **kwargs: Any) -> Any:

@@ -55,16 +55,13 @@ class Packed:
 _running = CompileableContextVar("fastformer_batch")
 
 
-def current(variable: CompileableContextVar) -> Any:
+def current(variable: CompileableContextVar = _running) -> Any:
     """Return the value of a context variable; torch.compile cannot trace one that was set outside of it."""
     return None if compiling() and not variable.compiling else variable.get()
 
 
-running = partial(current, _running)
-
-
 def install(module: Any, wrapper: Any, method: str = "forward") -> None:
-    """Install a wrapper of this package around a module's method, unless it is installed."""
+    """Wrap a module's method by a wrapper of this package, unless it is wrapped."""
     if not is_installed(module, method):
         inner = getattr(module, method)
         module.__dict__[method] = update_wrapper(partial(wrapper, module, inner, parameters(module)), inner)
@@ -94,6 +91,7 @@ def tested_classes() -> dict[str, str]:
     }
 
 
+@lru_cache(maxsize=10_000)
 def _class_of(cls: Any) -> Any:
     """Return the original class of a module, of which FSDP2's `fully_shard` makes a subclass."""
     return next(c for c in cls.__mro__ if not c.__module__.startswith("torch.distributed."))
@@ -101,7 +99,7 @@ def _class_of(cls: Any) -> Any:
 
 def identity(model: nn.Module) -> str:
     """Return the name of a model's class in `tested.json`."""
-    cls = _class_of(type(model))
+    cls = _class_of(type(model))  # type: ignore[arg-type]
     return f"{cls.__module__.removeprefix('transformers.models.')}.{cls.__name__}"
 
 
@@ -109,17 +107,6 @@ def calls_the_interface(model: PreTrainedModel) -> bool:
     """Return whether a model's attention goes through transformers' interface; True for classes of other packages."""
     cls: Any = next((cls for cls in type(model).__mro__ if cls.__module__.startswith("transformers.models.")), None)
     return cls is None or bool(cls._can_set_attn_implementation())
-
-
-def obstacle(model: PreTrainedModel) -> str | None:
-    """Return why a base model cannot run packed, or None."""
-    if identity(model) not in tested_classes():
-        if not calls_the_interface(model):
-            return "computes its attention outside of transformers' attention interface"
-        return f"{type(model).__name__} is not among the classes that were tested"
-    if getattr(model.config, "chunk_size_feed_forward", 0):
-        return f"chunk_size_feed_forward is {model.config.chunk_size_feed_forward}"
-    return reason_for_batches(model)
 
 
 def reason_for_batches(model: nn.Module) -> str | None:
@@ -138,8 +125,9 @@ def reason_for_batches(model: nn.Module) -> str | None:
             return f"{name} has a forward of its own"
         if getattr(module, "expert_capacity", None) is not None:
             return f"{name}: experts drop what exceeds their capacity, padding included"
-        cls: Any = type(module)
-        if not _was_tested_inside(cls) and (mixing := mixing_reason(module, _TOKEN_WISE)) is not None:
+        cls = _class_of(type(module))  # type: ignore[arg-type]
+        was_tested = issubclass(cls, _CONTAINERS) or cls.__module__.startswith(("transformers.", "liger_kernel."))
+        if not was_tested and (mixing := mixing_reason(module, _TOKEN_WISE)) is not None:
             return f"{name}{mixing}"
     return None
 
@@ -148,16 +136,9 @@ def _is_known(function: Any) -> bool:
     return (getattr(function, "__module__", None) or "").startswith(_LIBRARIES)
 
 
-@lru_cache(maxsize=10_000)
-def _was_tested_inside(cls: Any) -> bool:
-    """Return whether a class was in the tested model, or only contains other modules."""
-    cls = _class_of(cls)
-    return issubclass(cls, _CONTAINERS) or cls.__module__.startswith(("transformers.", "liger_kernel."))
-
-
 def forward(model: Any, inner: Any, names: tuple[str, ...], /, *args: Any, **kwargs: Any) -> Any:
     """Run a model's own forward with its sequences kept apart: as one row if the batch has padding."""
-    if model.config._attn_implementation != NAME or isinstance(running(), Packed):
+    if model.config._attn_implementation != NAME or isinstance(current(), Packed):
         return inner(*args, **kwargs)
     arguments = dict(zip(names, args, strict=False)) | kwargs
     sequences = _read_positions(model, arguments)
@@ -276,7 +257,7 @@ def _run(model: Any, inner: Any, names: tuple[str, ...], batch: Packed) -> Any:
 
 
 def _padded(x: Any, rows: Layout) -> Any:
-    """Pad an output: a tensor, or hidden states of all layers."""
+    """Pad an output: a tensor, or a tuple of tensors."""
     if isinstance(x, tuple):
         return tuple(_padded(each, rows) for each in x)
     return to_batch(x, rows) if isinstance(x, Tensor) and x.shape[:2] == (1, rows.total) else x
@@ -312,8 +293,7 @@ def _pooled(model: Any, hidden: Tensor) -> Tensor:
     if pooler is None:
         raise NotPacked("its pooler is not a module")
     is_linear = isinstance(pooler, nn.Linear)  # ALBERT's
-    pooled: Tensor = model.pooler_activation(pooler(hidden[:, 0])) if is_linear else pooler(hidden)
-    return pooled
+    return model.pooler_activation(pooler(hidden[:, 0])) if is_linear else pooler(hidden)  # type: ignore[no-any-return]
 
 
 def _is_empty(cache: Any) -> bool:
@@ -349,18 +329,6 @@ def _fill(cache: Any, row: Any, rows: Layout, memory: Layout | None) -> Any:
     return cache
 
 
-def embed_positions(module: Any, inner: Any, names: tuple[str, ...], /, *args: Any, **kwargs: Any) -> Any:
-    """Embed the positions that tokens have in the padded batch, inside a packed call too."""
-    batch = running()
-    if not isinstance(batch, Packed):
-        return inner(*args, **kwargs)
-    rows = batch.sequences
-    if "position_ids" in names:  # BART counts columns
-        return inner(*args, **{**kwargs, "position_ids": rows.origin % rows.columns})
-    embedded = inner(*map(batch.arguments.get, ("input_ids", "inputs_embeds")))  # M2M-100 counts ids but the padding's
-    return to_tokens(embedded, rows)
-
-
 def _name_of_attention(model: PreTrainedModel, requested_attention: str | None, *args: Any, **kwargs: Any) -> str:
     """Accept the name "fastformer", except for models whose own code computes attention, such as DeBERTa."""
     if requested_attention == NAME:
@@ -372,8 +340,7 @@ def _name_of_attention(model: PreTrainedModel, requested_attention: str | None, 
         for module in model.modules():  # transformers does not call this for models that share its configuration
             if isinstance(module, PreTrainedModel):
                 install(module, forward)
-    name: str = _original(model, requested_attention, *args, **kwargs)
-    return name
+    return _original(model, requested_attention, *args, **kwargs)  # type: ignore[no-any-return]
 
 
 _original = PreTrainedModel.get_correct_attn_implementation

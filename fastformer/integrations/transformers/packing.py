@@ -7,7 +7,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from fastformer.integrations.transformers import entry
-from fastformer.integrations.transformers.attention import mpnet_attention, mpnet_bias, t5_attention
+from fastformer.integrations.transformers.attention import embed_positions, mpnet_attention, mpnet_bias, t5_attention
 from fastformer.nn.conversion import Entry, lines_of, name_of
 
 
@@ -21,6 +21,17 @@ class PaddingFree:
     def __str__(self) -> str:
         head = f"{len(self.packed)} models packed, {len(self.padded)} padded"
         return "\n".join([head, *lines_of("packed", self.packed), *lines_of("padded", self.padded)])
+
+
+def _obstacle(model: PreTrainedModel) -> str | None:
+    """Return why a base model cannot run packed, or None."""
+    if entry.identity(model) not in entry.tested_classes():
+        if not entry.calls_the_interface(model):
+            return "computes its attention outside of transformers' attention interface"
+        return f"{type(model).__name__} is not among the classes that were tested"
+    if getattr(model.config, "chunk_size_feed_forward", 0):
+        return f"chunk_size_feed_forward is {model.config.chunk_size_feed_forward}"
+    return entry.reason_for_batches(model)
 
 
 def padding_free(model: nn.Module) -> PaddingFree:
@@ -38,7 +49,7 @@ def padding_free(model: nn.Module) -> PaddingFree:
     padded(model)
     report = PaddingFree()
     for name, base in list(_base_models(model)):
-        reason = entry.obstacle(base)
+        reason = _obstacle(base)
         if reason is not None:
             report.padded.append(Entry(name, name_of(type(base)), reason))
             continue
@@ -53,7 +64,7 @@ def padding_free(model: nn.Module) -> PaddingFree:
                 for layer in module.layer:
                     entry.install(layer.attention.attn, mpnet_attention)
         if "position_ids" not in entry.parameters(base) and "embed_positions" in base._modules:
-            entry.install(base.embed_positions, entry.embed_positions)
+            entry.install(base.embed_positions, embed_positions)
         report.packed.append(Entry(name, name_of(type(base)), "runs on real tokens"))
     return report
 

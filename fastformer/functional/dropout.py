@@ -19,13 +19,7 @@ _FEW = 8192
 
 
 def dropout(x: Tensor, p: float) -> Tensor:
-    """Zero each element with probability p and scale the others by 1 / (1 - p); no change where p is 0.
-
-    Args:
-        x: any shape, floating point.
-        p: quantised to 1/65536 where that is faster (on a CPU, of more than 8,192 elements), and the quantised value is
-            used in the scale.
-    """
+    """Zero each element with probability p and scale the others by 1 / (1 - p); no change where p is 0."""
     check_tensors(("x",), x)
     check_probability("p", p)
     return drop(x, p)

@@ -46,16 +46,13 @@ def _launcher(module: str, function: str) -> Callable[..., Any]:
 
 
 def define(schema: str, launcher: str, fake: Callable[..., Any]) -> Callable[..., Any]:
-    """Define the op `fastformer::NAME`.
+    """Define the op `fastformer::NAME`, and return a function of its arguments that calls it.
 
     Args:
-        schema: `NAME(Tensor x, float eps) -> (Tensor, Tensor)`; a tensor that is written to is `Tensor(a!)`.
+        schema: `NAME(Tensor x, float eps) -> (Tensor, Tensor)`.
         launcher: `PACKAGE.FILE.FUNCTION` in fastformer_kernels, called with the op's arguments.
-        fake: its parameters are arguments of the op, named as in the schema; returns empty tensors of the shapes,
-            dtypes and strides of the results.
-
-    Returns:
-        A function of the op's arguments that calls it.
+        fake: returns empty tensors of the shapes, dtypes and strides of the results; its parameters are arguments of
+            the op, named as in the schema.
     """
     name, rest = schema.split("(", 1)
     module, function = launcher.rsplit(".", 1)

@@ -1,9 +1,6 @@
-"""CUDA graphs: a whole step in one launch, for steps that wait for the host.
+"""CUDA graphs: a whole step in one launch, for steps that wait for the host. Not measured on a GPU.
 
-A graph repeats launches as they were recorded: the same kernels, the same memory, the same numbers. So a step must read
-changing values from tensors at fixed addresses, and write its results to such tensors.
-
-Not measured on a GPU.
+A step must read changing values from tensors at fixed addresses, and write its results to such tensors.
 """
 
 import warnings
@@ -63,11 +60,9 @@ def _retire(idle: list[_CaptureResources], resources: _CaptureResources, keeps_m
 
 
 class CudaRecorder:
-    """Captures CUDA graphs as torch's notes describe, on a stream of its own.
+    """Captures CUDA graphs on a stream of its own.
 
-    Args:
-        device: a CUDA device.
-        keeps_memory: keep the memory of its graphs for the next recorder after this one and its graphs are deleted.
+    keeps_memory: whether the memory of its graphs is kept for the next recorder after they are deleted.
     """
 
     def __init__(self, device: torch.device, keeps_memory: bool) -> None:

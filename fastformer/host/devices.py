@@ -1,7 +1,7 @@
 """Arguments of ops: devices, casts for autocast, copies from the CPU in one transfer, and checks of numbers.
 
-A kernel takes addresses, and an address of another device is an illegal access, or a slow one. So every op first checks
-its tensors here, also those without dimensions, which torch takes from the CPU as numbers.
+Every op first checks its tensors here, because a kernel takes addresses; also those without dimensions, which torch
+takes from the CPU as numbers.
 """
 
 from collections.abc import Sequence
@@ -30,16 +30,14 @@ def check_tensors(
         TypeError: one is no tensor.
     """
     try:
-        device = first.device
+        device, fit = first.device, isinstance(first, Tensor)  # NumPy's arrays have a device, which is a str
         for x in others:
-            if x.device != device:
-                _refuse(names, (first, *others, *optional), 1 + len(others))
+            fit = fit and x.device == device
         for other in optional:
-            if other is not None and other.device != device:
-                _refuse(names, (first, *others, *optional), 1 + len(others))
+            fit = fit and (other is None or other.device == device)
     except AttributeError:
-        _refuse(names, (first, *others, *optional), 1 + len(others))
-    if not isinstance(first, Tensor):  # NumPy's arrays have a device, which is a str
+        fit = False
+    if not fit:
         _refuse(names, (first, *others, *optional), 1 + len(others))
 
 
@@ -79,10 +77,7 @@ def product_dtype(x: Tensor) -> torch.dtype:
 
 
 def to_autocast(*tensors: Tensor | None) -> tuple[Tensor | None, ...]:
-    """Cast floating-point tensors to autocast's dtype if autocast is on; autocast does not cast for custom ops.
-
-    fp64 stays fp64, as in autocast.
-    """
+    """Cast tensors to autocast's dtype if autocast is on, which does not cast for custom ops; fp64 stays fp64."""
     device = next(x for x in tensors if x is not None).device.type
     if not torch.is_autocast_enabled(device):
         return tensors
@@ -132,12 +127,6 @@ def check_probability(name: str, p: float) -> None:
     """Raise unless 0 <= p <= 1."""
     if not 0.0 <= p <= 1.0:
         raise ValueError(f"{name} must be between 0 and 1, not {p}")
-
-
-def check_choice(name: str, value: str, choices: tuple[str, ...]) -> None:
-    """Raise unless value is one of the choices."""
-    if value not in choices:
-        raise ValueError(f"{name} must be one of {', '.join(choices)}, not {value!r}")
 
 
 def check_range(

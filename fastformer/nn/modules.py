@@ -19,10 +19,11 @@ from fastformer import functional
 from fastformer.functional.choice import is_torchs
 from fastformer.functional.feed_forward.op import ACTIVATIONS, GATED, Activation, activate
 from fastformer.functional.linear_cross_entropy.op import REDUCTIONS, Reduction
-from fastformer.host.devices import autocasts, check_choice, check_probability
+from fastformer.host.devices import autocasts, check_probability
 from fastformer.modes import watched
 from fastformer.nn.activations import FUSED, geglu, gelu_tanh, reglu, swiglu
 from fastformer.nn.inspection import TOKEN_WISE, plain, plain_parts
+from fastformer.settings import check_value
 
 _FEW_TOKENS = 256
 _FEED_FORWARD: dict[str, tuple[type[nn.Module], ...]] = {
@@ -148,7 +149,7 @@ class FeedForward(nn.Module):
         recompute: bool = False,
     ) -> None:
         super().__init__()
-        check_choice("activation", activation, ACTIVATIONS)
+        check_value("activation", activation, str, choices=ACTIVATIONS)
         width = 2 * dim_feedforward if activation in GATED else dim_feedforward
         self.activation: Activation = activation
         self.recompute = recompute
@@ -191,7 +192,7 @@ class LinearCrossEntropy(nn.Module):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
-        check_choice("reduction", reduction, REDUCTIONS)
+        check_value("reduction", reduction, str, choices=REDUCTIONS)
         check_probability("label_smoothing", label_smoothing)
         self.in_features, self.num_classes = in_features, num_classes
         self.ignore_index, self.label_smoothing = ignore_index, label_smoothing

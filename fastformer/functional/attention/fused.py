@@ -44,10 +44,6 @@ def _forward_fake(q: Tensor, v: Tensor, mask: Tensor | None, distance_bias: Tens
     return _like(q, v), q.new_empty(rows, dtype=torch.float32)
 
 
-def _weights_fake(q: Tensor, k: Tensor) -> Tensor:
-    return q.new_empty((*q.shape[:3], k.shape[2]))
-
-
 def _backward_fake(q: Tensor, k: Tensor, v: Tensor, lse: Tensor, wants_q: bool, wants_keys: bool) -> tuple[Tensor, ...]:
     keys = (_like(k), _like(v)) if wants_keys else (q.new_empty(0), q.new_empty(0))
     return _like(q) if wants_q else q.new_empty(0), *keys, lse.new_empty(_rows(q))
@@ -58,14 +54,6 @@ def _mask_gradient_fake(q: Tensor, k: Tensor, mask: Tensor) -> Tensor:
     return q.new_empty((B, H, q.shape[2], -(-k.shape[2] // 16) * 16), dtype=torch.float32)
 
 
-def _bias_gradient_fake(q: Tensor, distance_bias: Tensor) -> Tensor:
-    return q.new_empty(distance_bias.shape, dtype=torch.float32)
-
-
-def _bounds_fake(batch: int, like: Tensor) -> Tensor:
-    return like.new_empty((batch, 8), dtype=torch.int32)
-
-
 _HEADS = "Tensor q, Tensor k, Tensor v"
 
 _forward = define(
@@ -73,7 +61,9 @@ _forward = define(
 )
 _decode = define(f"attention_decode({_HEADS}, {SCHEMA}) -> Tensor", "attention.decode.decode", lambda q, v: _like(q, v))
 _weights = define(
-    f"attention_weights(Tensor q, Tensor k, Tensor lse, {SCHEMA}) -> Tensor", "attention.weights.weights", _weights_fake
+    f"attention_weights(Tensor q, Tensor k, Tensor lse, {SCHEMA}) -> Tensor",
+    "attention.weights.weights",
+    lambda q, k: q.new_empty((*q.shape[:3], k.shape[2])),
 )
 _backward = define(
     f"attention_backward(Tensor dout, {_HEADS}, Tensor out, Tensor lse, Tensor? added, Tensor? dweights, "
@@ -89,13 +79,13 @@ _mask_gradient = define(
 _bias_gradient = define(
     f"attention_bias_gradient(Tensor dout, {_HEADS}, Tensor lse, Tensor delta, Tensor? dweights, {SCHEMA}) -> Tensor",
     "attention.bias_gradient.bias_gradient",
-    _bias_gradient_fake,
+    lambda q, distance_bias: q.new_empty(distance_bias.shape, dtype=torch.float32),
 )
 _bounds = define(
     "attention_bounds(Tensor? query_lengths, Tensor? key_lengths, Tensor? key_mask, SymInt batch, SymInt queries, "
     "SymInt keys, bool packed, bool bottom_right, Tensor like) -> Tensor",
     "attention.problem.bounds",
-    _bounds_fake,
+    lambda batch, like: like.new_empty((batch, 8), dtype=torch.int32),
 )
 
 

@@ -17,7 +17,6 @@ from fastformer.functional.choice import is_exact_fp32, runs_fused, why_sdpa_tak
 from fastformer.host.autograd_function import Formula, eager_formula
 from fastformer.host.devices import (
     DeviceError,
-    check_choice,
     check_probability,
     check_range,
     check_tensors,
@@ -25,6 +24,7 @@ from fastformer.host.devices import (
 )
 from fastformer.modes import compiling, exporting
 from fastformer.packing import Layout, offsets_of
+from fastformer.settings import check_value
 
 
 def attention(
@@ -47,9 +47,8 @@ def attention(
 ) -> Tensor:
     """Compute scaled dot-product attention, softmax(scale * q k^T + mask) v (Vaswani et al. 2017, equation 1).
 
-    All restrictions combine. A query that may attend to nothing gives output 0 and gradient 0. A second derivative
-    needs `torch.nn.attention.sdpa_kernel(SDPBackend.MATH)` around the call, as with torch, if torch's SDPA runs it: on
-    a CPU, and on a GPU where `fastformer.explain` says so.
+    All restrictions combine. A query that may attend to nothing gives output 0 and gradient 0. Where torch's SDPA runs
+    (see `fastformer.explain`), a second derivative needs `torch.nn.attention.sdpa_kernel(SDPBackend.MATH)`.
 
     Args:
         q: `[B, H, T, K]`, floating point.
@@ -76,10 +75,6 @@ def attention(
 
     Returns:
         `[B, H, T, Kv]`, of q's dtype, or of autocast's dtype under autocast.
-
-    Raises:
-        ValueError, TypeError: an argument does not fit, before anything runs.
-        fastformer.backend.BackendError: backend "triton" was requested and cannot run this call.
     """
     limits = mask, causal, alignment, window, query_lengths, key_lengths, key_mask
     rules = AttentionRules(*limits, softcap, dropout_p, scale, distance_bias, sinks)
@@ -126,10 +121,8 @@ def packed_attention(
 
     Args:
         q: `[T, H, K]`, the queries of all sequences, one after another.
-        k: `[S, Hkv, K]`; H is a multiple of Hkv.
-        v: `[S, Hkv, Kv]`.
-        layout: of the sequences of q.
-        key_layout: of the sequences of k and v; `layout` if None.
+        k, v: `[S, Hkv, K]` and `[S, Hkv, Kv]`; H is a multiple of Hkv.
+        layout, key_layout: of the sequences of q, and of k and v; the same if None.
         causal: query t of a sequence attends to its keys s <= t + shift.
         alignment: "top_left": shift 0; "bottom_right": the last query of each sequence meets its last key.
         window, softcap, dropout_p, scale, distance_bias, sinks: as in `attention`, within each sequence; P is at least
@@ -290,7 +283,7 @@ def _normal_form(
     if not 0.0 <= rules.dropout_p <= 1.0:
         check_probability("dropout_p", rules.dropout_p)
     if rules.alignment not in ALIGNMENTS:
-        check_choice("alignment", rules.alignment, ALIGNMENTS)
+        check_value("alignment", rules.alignment, str, choices=ALIGNMENTS)
     window = None if rules.window is None else _effective_window(rules.window, rules.causal, longest)
     by_position = rules.causal or window is not None or rules.distance_bias is not None
     alignment = rules.alignment if by_position and not same_lengths else "top_left"

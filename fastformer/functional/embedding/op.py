@@ -1,7 +1,7 @@
 """Embedding, dropout(scale * weight[ids] + table[positions]): op, checks, reference, registration, autograd Function.
 
-Backward applies the dropout mask and the scale to the gradient in one pass. It then adds up the rows of each word with
-torch's own `embedding_dense_backward`, which is deterministic. It saves only ids, positions and the seed.
+Backward applies the dropout mask and the scale to the gradient in one pass, and adds up the rows of each word with
+torch's `embedding_dense_backward`, which is deterministic.
 
 Letters: D model width, P positions, V vocabulary.
 """
@@ -39,12 +39,8 @@ def embedding(
         dropout_p: dropout of the sum; applied whenever it is not 0.
 
     Returns:
-        `[..., D]`, of the dtype to which those of weight and table promote.
-
-    Raises:
-        ValueError, TypeError: an argument does not fit.
-        IndexError: an id or a position on the CPU is no row. On a GPU the values are not checked, which would wait for
-            the device: torch's kernel stops with an assertion, the fused one gives NaN.
+        `[..., D]`, of the dtype to which those of weight and table promote. An id or a position that is no row raises
+        IndexError on the CPU; on a GPU it is not checked, which would wait for the device: the fused kernel gives NaN.
     """
     check_tensors(("ids", "weight", "table", "positions"), ids, (weight,), (table, positions))
     _check(ids, weight, table, positions)
@@ -97,10 +93,6 @@ def _embedding_fake(ids: Tensor, weight: Tensor, table: Tensor | None) -> Tensor
     return weight.new_empty((*ids.shape, weight.shape[1]), dtype=dtype)
 
 
-def _scaled_gradient_fake(dout: Tensor) -> Tensor:
-    return dout.new_empty(dout.shape)
-
-
 _embedding = define(
     "embedding(Tensor ids, Tensor weight, Tensor? positions, Tensor? table, Tensor? seed, float scale, "
     "float dropout_p) -> Tensor",
@@ -110,7 +102,7 @@ _embedding = define(
 _scaled_gradient = define(
     "embedding_scaled_gradient(Tensor dout, Tensor? seed, float scale, float dropout_p) -> Tensor",
     "embedding.kernels.scaled_gradient",
-    _scaled_gradient_fake,
+    lambda dout: dout.new_empty(dout.shape),
 )
 
 

@@ -22,7 +22,8 @@ from torch.utils.checkpoint import checkpoint
 from fastformer.functional.choice import runs_fused
 from fastformer.functional.dropout import drop
 from fastformer.host.autograd_function import Formula, call, define, dropout_seed, eager_formula, plain_gradients, twice
-from fastformer.host.devices import check_choice, check_probability, check_tensors, to_autocast
+from fastformer.host.devices import check_probability, check_tensors, to_autocast
+from fastformer.settings import check_value
 
 Activation = Literal["relu", "gelu", "gelu_tanh", "geglu", "swiglu", "reglu"]
 ACTIVATIONS: tuple[str, ...] = get_args(Activation)
@@ -51,12 +52,6 @@ def feed_forward(
         activation: "relu", "gelu" (exact), "gelu_tanh", "geglu", "swiglu", "reglu".
         dropout_p: dropout of the hidden activations; applied whenever it is not 0.
         recompute: save x alone for backward, which then computes one more matrix product.
-
-    Returns:
-        `[..., Dout]`.
-
-    Raises:
-        ValueError: an argument does not fit.
     """
     names = ("x", "weight1", "weight2", "bias1", "bias2")
     check_tensors(names, x, (weight1, weight2), (bias1, bias2))
@@ -77,7 +72,7 @@ def _check(
     x: Tensor, weight1: Tensor, bias1: Tensor | None, weight2: Tensor, bias2: Tensor | None, activation: str
 ) -> None:
     if activation not in ACTIVATIONS:
-        check_choice("activation", activation, ACTIVATIONS)
+        check_value("activation", activation, str, choices=ACTIVATIONS)
     if weight1.dim() != 2 or x.dim() == 0 or weight1.shape[1] != x.shape[-1]:
         raise ValueError(f"weight1 must be of shape [F, D] for x of shape {list(x.shape)}, not {list(weight1.shape)}")
     gated = activation in GATED
@@ -135,10 +130,6 @@ def _activate_fake(h: Tensor, activation: str) -> Tensor:
     return h.new_empty(h.shape[0], h.shape[1] // 2 if activation in GATED else h.shape[1])
 
 
-def _hidden_again_fake(x: Tensor, weight1: Tensor) -> Tensor:
-    return x.new_empty(x.shape[0], weight1.shape[0])
-
-
 def _activate_backward_fake(da: Tensor, h: Tensor, wants_a: bool, wants_bias: bool) -> tuple[Tensor, Tensor, Tensor]:
     a = h.new_empty(da.shape if wants_a else 0)
     return h.new_empty(h.shape), a, h.new_empty(h.shape[1] if wants_bias else 0)
@@ -156,7 +147,7 @@ _activate = define(
 _hidden_again = define(
     "feed_forward_hidden_again(Tensor x, Tensor weight1, Tensor? bias1, Tensor dy) -> Tensor",
     "feed_forward.kernels.hidden_again",
-    _hidden_again_fake,
+    lambda x, weight1: x.new_empty(x.shape[0], weight1.shape[0]),
 )
 _activate_backward = define(
     "feed_forward_activate_backward(Tensor da, Tensor h, Tensor? seed, str activation, float dropout_p, "

@@ -1,7 +1,7 @@
 """Linear layer and cross entropy in one: op, checks, registration and autograd Functions.
 
-For a sum of losses, forward computes the gradients too, while it has the logits, and backward only scales them. For
-single losses (reduction "none"), forward saves its inputs alone, and backward computes the logits again.
+For a sum of losses, forward computes the gradients too, while it has the logits, and backward scales them. For single
+losses (reduction "none"), backward computes the logits again.
 
 Letters: D model width, M rows, V vocabulary.
 """
@@ -16,7 +16,8 @@ from torch import Tensor
 from fastformer.functional.choice import runs_fused
 from fastformer.functional.linear_cross_entropy import reference
 from fastformer.host.autograd_function import call, define, eager_formula, plain_gradients, twice
-from fastformer.host.devices import check_choice, check_probability, check_range, check_tensors, to_autocast
+from fastformer.host.devices import check_probability, check_range, check_tensors, to_autocast
+from fastformer.settings import check_value
 
 Reduction = Literal["mean", "sum", "none"]
 REDUCTIONS: tuple[str, ...] = get_args(Reduction)
@@ -35,26 +36,23 @@ def linear_cross_entropy(
     """Compute the cross entropy of x weight^T + bias and target, as `F.cross_entropy(F.linear(...), target)`.
 
     Args:
-        x: `[M, D]` or `[..., D]`.
+        x: `[..., D]`.
         weight: `[V, D]`; may be tied to an embedding.
-        target: int64, of x's shape without the last dimension.
+        target: int64 `[...]`.
         bias: `[V]`, or None.
-        ignore_index: targets of this value are ignored.
-        label_smoothing: share of the probability spread over all classes (Szegedy et al. 2016).
-        reduction: "mean" over the targets that are not ignored, "sum", or "none" (of target's shape).
+        ignore_index, label_smoothing, reduction: as in `F.cross_entropy`.
 
     Raises:
         ValueError, TypeError: an argument does not fit.
         IndexError: a target on the CPU is no class.
     """
     check_tensors(("x", "weight", "target", "bias"), x, (weight, target), (bias,))
-    check_choice("reduction", reduction, REDUCTIONS)
+    if reduction not in REDUCTIONS:
+        check_value("reduction", reduction, str, choices=REDUCTIONS)
     check_probability("label_smoothing", label_smoothing)
     if x.shape[:-1] != target.shape:
         raise ValueError(f"target must be of shape {list(x.shape[:-1])}, not {list(target.shape)}")
-    if weight.dim() != 2 or weight.shape[1] != x.shape[-1]:
-        raise ValueError(f"weight must be of shape [V, {x.shape[-1]}], not {list(weight.shape)}")
-    if weight.shape[0] == 0:
+    if weight.dim() != 2 or weight.shape[1] != x.shape[-1] or weight.shape[0] == 0:
         raise ValueError(f"weight must be of shape [V, {x.shape[-1]}] with V of at least 1, not {list(weight.shape)}")
     if bias is not None and bias.shape != weight.shape[:1]:
         raise ValueError(f"bias must be of shape [{weight.shape[0]}], not {list(bias.shape)}")
@@ -165,8 +163,7 @@ class LinearCrossEntropyRows(torch.autograd.Function):
 def _fused(tensors: tuple[Tensor | None, ...], settings: tuple[Tensor, int, float], rows: bool) -> Tensor:
     """Run the op with its kernels; return the loss of each row, fp32 `[M]`, or their sum.
 
-    Under autocast the logits have its dtype, as those of `F.linear`. Ignored rows cost their share of the matrix
-    products, because skipping them needs their number on the host. A target that is no class gives NaN.
+    Ignored rows cost their share of the matrix products, because skipping them needs their number on the host.
     """
     formula = eager_formula(partial(_rows, settings), settings[0])
     tensors = to_autocast(*tensors)

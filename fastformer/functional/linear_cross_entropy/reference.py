@@ -53,11 +53,7 @@ def _losses(of_label: Tensor, other_exps: Tensor, mean: Tensor | None, label_smo
     No term is negative, so none cancels another. No term is rounded at the size of the logits, and where the label has
     the largest logit, none at 1: log(1 + other_exps) would be 0 for all losses below 6e-8.
 
-    Args:
-        of_label: the difference of the label.
-        other_exps: sum of exp(difference) over all other classes.
-        mean: of all differences; only read for label smoothing.
-        label_smoothing: eps.
+    other_exps: sum of exp(difference) over all classes except the label; mean: of all differences.
     """
     loss = torch.log1p(other_exps + of_label.expm1()) - (1.0 - label_smoothing) * of_label
     return loss if mean is None else loss - label_smoothing * mean
@@ -202,10 +198,7 @@ def _sum_of_rows(target: Tensor, settings: tuple[int, float], x: Tensor, weight:
 
 
 class ChunkedCrossEntropy(torch.autograd.Function):
-    """Sum of the losses of all rows; gradients are computed in forward, chunk by chunk, where any is needed.
-
-    For a single chunk, forward saves d loss / d z `[M, V]`, and backward computes the products.
-    """
+    """Sum of the losses of all rows; forward computes gradients, or for a single chunk d loss / d z `[M, V]`."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, target: Tensor, *settings: Any) -> Tensor:
@@ -246,10 +239,7 @@ class ChunkedCrossEntropy(torch.autograd.Function):
 
 
 def linear_cross_entropy(x: Tensor, weight: Tensor, bias: Tensor | None, *settings: Any, rows: bool) -> Tensor:
-    """Return the cross entropy of x weight^T + bias, x `[M, D]`, weight `[V, D]`: of each row, or the sum.
-
-    settings: target `[M]`, ignore_index and label smoothing.
-    """
+    """Return the cross entropy of each row, or the sum; settings: target `[M]`, ignore_index and label smoothing."""
     if autocasts(x):
         # Autocast does not cast inputs of custom Functions; it does cast those of F.linear inside.
         x, weight, bias = to_autocast(x, weight, bias)  # type: ignore[assignment]

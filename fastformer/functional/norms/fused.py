@@ -34,14 +34,6 @@ def _backward_fake(
     return _empty(x, x.shape, dx), _empty(x, x.shape[1:], dw), _empty(x, x.shape[1:], db)
 
 
-def _rms_forward_fake(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    return _forward_fake(x, dtype)[::2]
-
-
-def _rms_backward_fake(x: Tensor, dx: torch.dtype | None, dw: torch.dtype | None) -> tuple[Tensor, Tensor]:
-    return _backward_fake(x, dx, dw)[:2]
-
-
 def _step_forward_fake(
     x: Tensor, residual: Tensor, centred: bool, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -70,13 +62,13 @@ _layer_norm_backward = define(
 _rms_norm = define(
     "rms_norm(Tensor x, Tensor? weight, float eps, ScalarType dtype) -> (Tensor, Tensor)",
     "norms.rms_norm.forward",
-    _rms_forward_fake,
+    lambda x, dtype: _forward_fake(x, dtype)[::2],
 )
 _rms_norm_backward = define(
     "rms_norm_backward(Tensor dy, Tensor x, Tensor? weight, Tensor rstd, ScalarType? dx, ScalarType? dw) "
     "-> (Tensor, Tensor)",
     "norms.rms_norm.backward",
-    _rms_backward_fake,
+    lambda x, dx, dw: _backward_fake(x, dx, dw)[:2],
 )
 _dropout_add_norm = define(
     "dropout_add_norm(Tensor x, Tensor residual, Tensor? weight, Tensor? bias, Tensor? seed, float eps, "

@@ -43,8 +43,6 @@ def layer_norm(
 
     Raises:
         fastformer.host.devices.DeviceError: a tensor is on another device than x, as in every op.
-        TypeError: an argument is no tensor.
-        RuntimeError: raised by torch, also for other mixtures of dtypes.
     """
     if dtype is None and is_torchs(x, weight, bias):
         return torch.layer_norm(x, _as_shape(normalized_shape), weight, bias, eps)
@@ -86,9 +84,8 @@ def dropout_add_layer_norm(
     Args:
         x: `[..., *normalized_shape]`, the output of a sublayer.
         residual: of x's shape.
-        normalized_shape, weight, bias, eps: as in `layer_norm`.
+        normalized_shape, weight, bias, eps, dtype: as in `layer_norm`.
         dropout_p: applied to x whenever it is not 0.
-        dtype: of the norm, as in `layer_norm`.
 
     Returns:
         (norm(s), s). Pre-norm layers carry on with both, post-norm layers with the first.

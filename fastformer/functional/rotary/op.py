@@ -23,12 +23,11 @@ _LARGEST_HEAD = 1024  # a tile of the kernel has whole heads
 def rotary(x: Tensor, positions: Tensor, cos: Tensor, sin: Tensor, *, interleaved: bool = False) -> Tensor:
     """Rotate pairs of numbers of each head by angles that grow with the position (RoFormer, Su et al. 2021, eq. 34).
 
-    The pair i of a token at position p becomes (a cos[p, i] - b sin[p, i], b cos[p, i] + a sin[p, i]): the product of
-    a query and a key then depends on how far apart they are. Computed in fp32, of fp64 in fp64, and rounded once.
+    The pair i of a token at position p becomes (a cos[p, i] - b sin[p, i], b cos[p, i] + a sin[p, i]). Computed in
+    fp32, of fp64 in fp64, and rounded once.
 
     Args:
-        x: `[..., H, K]`, floating point, such as the heads of queries and keys in a joint projection
-            `[T, H + 2 Hkv, K]`: any strides, and no copy where those of the last dimension are 1.
+        x: `[..., H, K]`, floating point; any strides, and no copy where those of the last dimension are 1.
         positions: int64, of a shape that broadcasts to `x.shape[:-2]`: `[T]` packed; `[T]`, `[B, T]` or `[B, 1]` dense.
         cos, sin: `[P, R / 2]`, fp32 or fp64, of p times the frequency of each pair; constants, without a gradient. The
             first R <= K numbers of each head are rotated, the others copied.
@@ -36,12 +35,8 @@ def rotary(x: Tensor, positions: Tensor, cos: Tensor, sin: Tensor, *, interleave
             i + R / 2, as in Llama.
 
     Returns:
-        Of the shape and dtype of x, contiguous.
-
-    Raises:
-        ValueError, TypeError: an argument does not fit, or a position on the CPU is no row of cos and sin. On a GPU
-            the values are not checked, which would wait for the device: torch's kernel stops with an assertion, the
-            fused one gives NaN.
+        Of the shape and dtype of x, contiguous. A position that is no row of cos raises ValueError on the CPU; on a GPU
+        it is not checked, which would wait for the device: the fused kernel gives NaN.
     """
     check_tensors(("x", "positions", "cos", "sin"), x, (positions, cos, sin))
     _check(x, positions, cos, sin)

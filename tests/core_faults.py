@@ -1,4 +1,4 @@
-r"""Deliberate faults in packing, functional, nn and checkpoints, each of which a test must catch.
+r"""Deliberate faults in packing, functional, nn, host and checkpoints, each of which a test must catch.
 
     python -m tests.core_faults                          # all, `make core-faults`
     python -m tests.core_faults --jobs 2 --only packing  # those with a word in their file or fragment

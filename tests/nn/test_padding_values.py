@@ -1,6 +1,5 @@
 """What padding holds does not matter: NaN and infinity there leave all else bitwise unchanged, forward and backward."""
 
-import itertools
 import math
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -12,6 +11,7 @@ from torch import Tensor
 import fastformer
 from fastformer import MultiheadAttention
 from fastformer.functional import attention, attention_with_weights
+from tests.support.all_pairs import all_pairs
 from tests.support.closeness import gradients
 from tests.support.fused_op import DEVICE, needs_kernels
 
@@ -56,7 +56,10 @@ def agree(results: list[list[Tensor]]) -> None:
 
 # The interpreter is slow, and gets matrix products of bf16 wrong.
 CALLS = [
-    *itertools.product(["reference"], [torch.float32, torch.bfloat16], [attention, attention_with_weights], CASES),
+    *(
+        ("reference", *call)
+        for call in all_pairs([torch.float32, torch.bfloat16], [attention, attention_with_weights], CASES)
+    ),
     *(pytest.param("triton", torch.float32, attention, case, marks=needs_kernels) for case in CASES),
     *(
         pytest.param("triton", torch.float32, attention_with_weights, case, marks=needs_kernels)

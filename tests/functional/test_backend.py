@@ -209,17 +209,6 @@ def test_packed_sequences_of_one_length_are_a_plain_call(lengths, dtype, run):
     assert run("sm_90", call) == ("triton" if dtype == torch.bfloat16 and not layout.full else "reference")
 
 
-def test_modules_leave_whole_batches_to_sdpa(run):
-    layer = fastformer.TransformerEncoderLayer(H * K, H, 8, batch_first=True, device="meta")
-    encoder = fastformer.TransformerEncoder(layer, 1, enable_nested_tensor=False)
-
-    @torch.no_grad()
-    def call() -> None:
-        encoder.to_empty(device="cuda")(torch.empty(B, T, H * K))
-
-    assert run("sm_90", call) == "sdpa"
-
-
 def test_explain_says_what_sdpa_takes_and_why(monkeypatch):
     for target, reason in (
         ("sm_90", "0.68 of SDPA's speed in training on sm_90, predicted 2026-11-26"),

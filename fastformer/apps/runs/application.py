@@ -11,7 +11,7 @@ from torch import nn
 
 from fastformer.apps.models.sizes import check_memory, describe_model
 from fastformer.apps.runs.exported import load_safetensors, read_export
-from fastformer.apps.runs.folder import CONFIG, VERSION, RunConfig, read_kind, stated
+from fastformer.apps.runs.folder import CONFIG, RunConfig, read_kind, stated
 from fastformer.apps.runs.kinds import application_of
 from fastformer.apps.runs.toml import load_toml, save_toml
 from fastformer.apps.settings import Given, Settings, befores, facts, refuse_idle
@@ -20,7 +20,8 @@ from fastformer.apps.train import Checkpoint, Processes, TrainConfig, average_ch
 
 PRETRAINED = "pretrained"  # value of `tokenizer` for runs that began with another model
 RATES = ("dropout", "attention_dropout", "activation_dropout")  # settings of such a model that fine-tuning may change
-REMOVED = ("sharded_checkpoints", "chosen")  # settings in run folders of earlier versions
+NOTES = ("chosen", "version")  # of earlier versions in [run], which change nothing
+REMOVED = (*NOTES, "sharded_checkpoints")  # settings in run folders of earlier versions
 _IDS = ("pad_id", "bos_id", "eos_id")
 
 
@@ -146,7 +147,7 @@ class Application:
         origin: str | None = None,
     ) -> None:
         """Write config.toml, which marks a run folder; origin: see `RunConfig`."""
-        kind = RunConfig(self.kind, VERSION, origin)
+        kind = RunConfig(self.kind, origin)
         save_toml(folder / CONFIG, {"run": kind, "data": data, "model": model, "train": train})
 
     def save_tokenizers(self, folder: Path, tokenizers: Sequence[Tokenizer]) -> None:
@@ -189,7 +190,7 @@ class Application:
                     raise ValueError(f"{path}: [{section}] {name} is set from {source}; leave it out")
         return sections
 
-    def _load(self, path: Path, removed: tuple[str, ...] = ()) -> dict[str, dict[str, Any]]:
+    def _load(self, path: Path, removed: tuple[str, ...] = NOTES) -> dict[str, dict[str, Any]]:
         settings = {"run": RunConfig, "data": self.data, "model": self.model, "train": self.train}
         sections = load_toml(path, settings, removed)
         sections.pop("run")

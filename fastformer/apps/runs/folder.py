@@ -23,14 +23,11 @@ from fastformer.apps.train import CheckpointFolder
 CONFIG, DATA = "config.toml", "data.json"
 FILES = (CONFIG, DATA, "metrics.jsonl", "metrics.csv", "tokenizer", "checkpoints", "tensorboard", LOCK)
 
-VERSION = 2  # of new folders; folders of version 1 may hold settings without an effect
-
 
 class RunConfig(Settings):
-    """The [run] section. Folders without it are of version 1 and of the main application."""
+    """The [run] section. Folders without it are of the main application."""
 
     kind: str = setting(MISSING, "what the model does", choices=KINDS)
-    version: int = setting(1, "which meaning its settings have", at_least=1, at_most=VERSION)
     origin: str | None = setting(None, "folder of the model that the run began with")
 
 
@@ -51,7 +48,7 @@ def stated(path: Path, default: str = MAIN) -> RunConfig:
     """Return the [run] section of a file; `default` is the kind of a file without one."""
     run = read_toml(path).get("run", {})
     run = run if isinstance(run, dict) else {}
-    return RunConfig(run.get("kind", default), run.get("version", 1), run.get("origin"))
+    return RunConfig(run.get("kind", default), run.get("origin"))
 
 
 def check_new(folder: Path, kind: str) -> None:

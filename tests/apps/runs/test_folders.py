@@ -8,6 +8,7 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 from rich.console import Console
@@ -16,7 +17,7 @@ from fastformer.apps.language.run import LanguageDataConfig, LanguageRun
 from fastformer.apps.system.files import append_file, write_file
 from fastformer.apps.system.run_lock import LOCK, RunLockedError, lock_run
 from fastformer.apps.text import prepare
-from fastformer.apps.train import Checkpoint, CheckpointError, CheckpointFolder, TrainConfig
+from fastformer.apps.train import Checkpoint, CheckpointError, CheckpointFolder, Result, TrainConfig
 from fastformer.apps.translation.demo import run_demo
 from tests.support.command_line import fastformer
 from tests.support.python import variables
@@ -89,15 +90,21 @@ def test_the_configuration_that_is_read_is_not_rewritten(tmp_path: Path, text: P
     assert contents(tmp_path / "new") == {name: content.encode()}
 
 
-@pytest.mark.slow
-def test_of_two_commands_on_a_new_folder_one_trains(tmp_path: Path, text: Path) -> None:
-    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True, "env": ENVIRONMENT}
-    two = [subprocess.Popen(command(tmp_path / "run", text, "--steps", "50"), **pipes) for _ in range(2)]
-    ended = [(process.communicate(timeout=600), process.returncode) for process in two]
-    assert sorted(code for _, code in ended) == [0, 2], ended
-    output, error = next(said for said, code in ended if code == 2)
-    assert "is being written by " in error or "holds a run already" in error
-    assert "training:" not in output
+def test_of_two_commands_on_a_new_folder_one_trains(
+    tmp_path: Path, text: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A second command finds a new folder, and a run in it after it has read its data."""
+    check, trained = LanguageRun.check, list[Result]()
+
+    def train_meanwhile(*arguments: Any) -> None:
+        check(*arguments)
+        monkeypatch.setattr(LanguageRun, "check", check)
+        trained.append(create(tmp_path / "run", text).fit(show=False))
+
+    monkeypatch.setattr(LanguageRun, "check", train_meanwhile)
+    with pytest.raises(FileExistsError, match="holds a run already"):
+        create(tmp_path / "run", text)
+    assert trained[0].step == 1
 
 
 def test_a_demo_replaces_no_file(tmp_path: Path) -> None:
@@ -148,6 +155,7 @@ SIZES = ["--d-model", "8", "--heads", "1", "--feed-forward", "8", "--device", "c
 HOLDER = """
 import sys, time
 from pathlib import Path
+from typing import Any
 from fastformer.apps.system.run_lock import locked
 with locked(Path(sys.argv[1])):
     print("locked", flush=True)
@@ -158,10 +166,6 @@ with locked(Path(sys.argv[1])):
 def words(run, text, *more):
     given = ["--train-text", str(text), "--valid-text", str(text), "--tokenizer", "words", "--layers", "1", *SIZES]
     return ["train", "lm", "--run", str(run), *([] if "--resume" in more else given), *more]
-
-
-def command(run, text, *more):
-    return [sys.executable, "-m", "fastformer", *words(run, text, *more)]
 
 
 def train(run, text, *more):

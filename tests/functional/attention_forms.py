@@ -156,8 +156,3 @@ EVERYTHING: dict[str, Any] = {
 }
 FORMS["everything by distance"] = form(**EVERYTHING, distance_bias=by_distance, sinks=sinks)
 FORMS["everything"] = form(**EVERYTHING, scale=0.7)
-
-
-def cast(arguments: dict, dtype: torch.dtype) -> dict:
-    floats = ("mask", "distance_bias", "sinks")
-    return {name: x.to(dtype) if name in floats and x.is_floating_point() else x for name, x in arguments.items()}

@@ -13,7 +13,7 @@ from torch.utils.flop_counter import FlopCounterMode
 import fastformer
 from fastformer.functional import attention, attention_with_weights, packed_attention
 from fastformer.packing import Layout
-from tests.functional.attention_forms import FORMS, INF, B, H, S, T, boolean, by_distance, cast, naive, sinks
+from tests.functional.attention_forms import FORMS, INF, B, H, S, T, boolean, by_distance, naive, sinks
 from tests.support.all_pairs import all_pairs
 from tests.support.closeness import assert_close, assert_derivatives, assert_formula, assert_same, gradients, random
 
@@ -49,28 +49,6 @@ def test_values_and_gradients_are_those_of_the_formula(form, kv_heads, op):
     else:
         formula, called = (lambda *x, **more: naive(*x, **more)[0]), attention
     assert_formula(partial(with_leaves, formula, rules, names), inputs, partial(with_leaves, called, rules, names))
-
-
-HALVES = {
-    **{name: FORMS[name] for name in ("causal with lengths", "additive [B, H, T, S], dead row", "bool [T, S]")},
-    "softcap, additive, dead row": FORMS["softcap, additive, dead row"],
-    # Of so few bits that all dtypes have them.
-    "distance_bias, sinks": lambda: {
-        "distance_bias": (by_distance() * 8).round() / 8,
-        "sinks": (sinks() * 8).round() / 8,
-    },
-}
-
-
-@pytest.mark.parametrize(
-    ("form", "dtype", "op"), all_pairs(HALVES, [torch.bfloat16, torch.float16], [attention, output])
-)
-def test_half_precision_with_masks_of_either_precision(form, dtype, op):
-    rules = HALVES[form]()
-    inputs = [random(B, H, length, 8, dtype=dtype) for length in (T, S, S)]
-    expected, _ = naive(*(x.double() for x in inputs), **rules)
-    for typed in (rules, cast(rules, torch.float32), cast(rules, dtype)):
-        assert_close(op(*inputs, **typed), expected.to(dtype), roundings=8)
 
 
 # Rules, and the shapes of those that are leaves.
@@ -170,17 +148,6 @@ def test_attention_compiles_without_a_break(op):
     out = compiled(*inputs)
     torch.manual_seed(1)
     assert_same(out, call(*inputs), inputs)
-
-
-def test_vmap_and_grad_equal_each_call():
-    q, k = random(1, 2, 3, 2, grad=False), random(1, 2, 4, 2, grad=False)
-    bias, sink = random(5, 2, 9, grad=False), random(5, 2, grad=False)
-    together = torch.func.vmap(lambda b, s: attention(q, k, k, distance_bias=b, sinks=s))(bias, sink)
-    singly = [attention(q, k, k, distance_bias=b, sinks=s) for b, s in zip(bias, sink, strict=True)]
-    assert_close(together, torch.stack(singly))
-    loss = lambda b, s: attention(q, k, k, distance_bias=b, sinks=s).square().sum()  # noqa: E731
-    leaves = [x[0].clone().requires_grad_() for x in (bias, sink)]
-    assert_close(torch.func.grad(loss, (0, 1))(bias[0], sink[0]), torch.autograd.grad(loss(*leaves), leaves))
 
 
 def test_dropout_is_of_the_weights_at_its_rate_and_scale():

@@ -329,12 +329,3 @@ def test_compiled_code_follows_a_switch():
     # In a new thread: where a context was used before, the switch would be seen in any case.
     with ThreadPoolExecutor(1) as pool:
         pool.submit(run).result()
-
-
-def test_a_context_inside_compiled_code():
-    def norm(x):
-        with fastformer.backend("reference"):
-            return functional.layer_norm(x, 3)
-
-    compiled = torch.compile(norm, backend="eager", fullgraph=True)
-    assert torch.equal(compiled(X), norm(X))

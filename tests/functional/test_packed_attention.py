@@ -96,15 +96,6 @@ def test_a_graph_attends_in_one_group():
     assert_same(torch.compile(call, fullgraph=True, backend="eager")(*inputs), call(*inputs), inputs)
 
 
-@pytest.mark.parametrize("lengths", [[3, 5], [3, 70]])  # either side of the length that is computed without SDPA
-@pytest.mark.parametrize("causal", [True, False])
-def test_half_precision_is_as_accurate_as_fp64_rounded(lengths, causal):
-    layout = Layout.from_lengths(lengths)
-    x = [random(layout.total, 2, 8, dtype=torch.bfloat16) for _ in range(3)]
-    expected = packed_attention(*(t.double() for t in x), layout, causal=causal)
-    assert_close(packed_attention(*x, layout, causal=causal), expected.bfloat16(), roundings=8)
-
-
 @pytest.mark.parametrize("longest", [60, 70])  # either side, again
 def test_dropout_is_of_the_weights_at_its_rate_and_scale(longest):
     layout = Layout.from_lengths([40, longest])

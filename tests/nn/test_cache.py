@@ -134,16 +134,6 @@ def test_steps_with_kernels_equal_the_whole_row(capacity: int | None, triton_bac
     torch.testing.assert_close(torch.cat(found, 1).cpu(), expected, atol=1e-4, rtol=1e-4)
 
 
-def test_under_autocast_keys_are_what_projections_give() -> None:
-    _, ours = both("encoder")
-    ours = ours.float()
-    with torch.autocast("cpu", torch.bfloat16):
-        cache = ours.new_cache(2)
-        out = ours.step(torch.randn(2, 3, D), cache)
-    assert {x.dtype for layer in cache.layers for x in (layer.keys, layer.values)} == {torch.bfloat16}
-    assert out.dtype == torch.float32 and not out.requires_grad  # noqa: PT018
-
-
 @pytest.mark.parametrize(("kind", "capacity"), [("encoder", None), ("decoder", 8)])
 def test_steps_without_rows_and_without_tokens_change_nothing(kind: str, capacity: int | None) -> None:
     _, ours = both(kind)

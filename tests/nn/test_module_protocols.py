@@ -163,19 +163,6 @@ def test_an_ensemble_by_vmap_equals_each_model(name):
         assert_close([found[key][i] for key in parameters], of_squares(expected, model))
 
 
-@pytest.mark.parametrize("name", PADDED)
-def test_inputs_by_vmap_equal_each_input(name):
-    case = CASES[name]
-    module, _ = case.pair(dtype=torch.float64)
-    calls = [case.inputs(B, L, torch.float64) for _ in range(3)]
-    kwargs = calls[0][1]
-    stacked = [torch.stack(x).detach() for x in zip(*(args for args, _ in calls), strict=True)]
-    with torch.no_grad():
-        out = torch.func.vmap(lambda *args: case.run(case.function(module), (args, kwargs)))(*stacked)
-        for i, (args, _) in enumerate(calls):
-            assert_close(out[i], case.run(case.function(module), (args, kwargs)))
-
-
 def through_file(module: nn.Module) -> nn.Module:
     stored = io.BytesIO()
     torch.save(module, stored)
@@ -232,18 +219,6 @@ def test_programs_compute_what_the_module_does(name, how):
         else:
             found = case.run(functionalize(called), ((*again, *masks.values()), {}))
         assert_close(found, case.run(module, (again, masks)))
-
-
-@pytest.mark.parametrize("name", CASES)
-def test_a_module_without_memory_is_filled_by_assigning(name):
-    """As large checkpoints are loaded: made on "meta", then values are assigned, and it computes the same."""
-    case = CASES[name]
-    module, _ = case.pair()
-    with torch.device("meta"):
-        filled = case.make(fastformer, 0.0)
-    filled.load_state_dict(module.state_dict(), assign=True)
-    given = case.inputs(3, 5, torch.float32)
-    assert torch.equal(case.run(case.function(filled), given), case.run(case.function(module), given))
 
 
 @pytest.mark.parametrize("ours", REPLACED.values())

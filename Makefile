@@ -85,7 +85,8 @@ triton-%:  ## the kernels with another Triton, such as triton-3.6.0
 # The limits with another assembler than the one in Triton's wheel: that one's faults and luck are not all there is.
 ptxas-%:  ## every launch configuration with another ptxas of the package index, such as ptxas-13.5.37
 	$(PYTHON) -m pip install -q --no-deps --target .ptxas/$* nvidia-cuda-nvcc==$*
-	$(PYTHON) -m benchmarks.codegen --ptxas .ptxas/$*/nvidia/cu*/bin/ptxas --jobs $(JOBS) | tail -n 60
+	export TRITON_PTXAS_PATH=$$(realpath .ptxas/$*/nvidia/cu*/bin/ptxas); \
+	  TRITON_PTXAS_BLACKWELL_PATH=$$TRITON_PTXAS_PATH $(PYTHON) -m benchmarks.codegen --jobs $(JOBS) | tail -n 60
 
 # With 2.11, the oldest that is supported, 31 tests failed on 2026-11-25 that pass with the 2.13 of CI. 6 GB with CUDA.
 torch-%:  ## every test with another torch and the Triton that it brings, such as torch-2.11.0, in an environment of its own

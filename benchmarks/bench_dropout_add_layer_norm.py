@@ -44,7 +44,6 @@ RUNS = with_cpu(
     ],
     ("quick-cpu", "eager", "both"),
 )
-
 RMS_RUNS = with_cpu(
     [
         ("quick-8192x1024", "eager", "forward"),
@@ -53,86 +52,55 @@ RMS_RUNS = with_cpu(
     ],
     ("quick-cpu", "eager", "both"),
 )
-
-Results = tuple[Tensor, Tensor]
-Steps = dict[str, Callable[..., Results]]
+Steps = dict[str, Callable[..., tuple[Tensor, Tensor]]]
 
 
-def _dropped(x: Tensor, dropout_p: float) -> Tensor:
-    return F.dropout(x, dropout_p) if dropout_p > 0.0 else x
+def _steps(rms: bool, N: int, dropout_p: float) -> Steps:
+    ours = functional.dropout_add_rms_norm if rms else functional.dropout_add_layer_norm
+    norm: Callable[..., Tensor] = F.rms_norm if rms else F.layer_norm
+
+    def eager(x: Tensor, residual: Tensor, *parameters: Tensor) -> tuple[Tensor, Tensor]:
+        s = residual + (F.dropout(x, dropout_p) if dropout_p > 0.0 else x)
+        return norm(s, (N,), *parameters, EPS), s
+
+    return {
+        "ours": lambda x, residual, *parameters: ours(x, residual, N, *parameters, eps=EPS, dropout_p=dropout_p),
+        "eager": eager,
+        "liger": lambda *inputs: liger("fused_add_rms_norm", "liger")(*inputs, EPS),
+    }
 
 
-def _layer_norm_steps(N: int, dropout_p: float) -> Steps:
-    def eager(x: Tensor, residual: Tensor, w: Tensor, b: Tensor) -> Results:
-        s = residual + _dropped(x, dropout_p)
-        return F.layer_norm(s, (N,), w, b, EPS), s
-
-    def ours(x: Tensor, residual: Tensor, w: Tensor, b: Tensor) -> Results:
-        return functional.dropout_add_layer_norm(x, residual, N, w, b, eps=EPS, dropout_p=dropout_p)
-
-    return {"ours": ours, "eager": eager}
+def _as_one(function: Callable[..., tuple[Tensor, Tensor]]) -> Function:
+    return lambda *inputs: torch.stack(function(*inputs))
 
 
-def _rms_norm_steps(N: int, dropout_p: float) -> Steps:
-    def eager(x: Tensor, residual: Tensor, w: Tensor) -> Results:
-        s = residual + _dropped(x, dropout_p)
-        return F.rms_norm(s, (N,), w, EPS), s
-
-    def ours(x: Tensor, residual: Tensor, w: Tensor) -> Results:
-        return functional.dropout_add_rms_norm(x, residual, N, w, eps=EPS, dropout_p=dropout_p)
-
-    def theirs(x: Tensor, residual: Tensor, w: Tensor) -> Results:
-        return liger("fused_add_rms_norm", "liger")(x, residual, w, EPS)  # type: ignore[no-any-return]
-
-    return {"ours": ours, "eager": eager, "liger": theirs}
-
-
-def _as_one(results: Callable[..., Results]) -> Function:
-    return lambda *inputs: torch.stack(results(*inputs))
-
-
-def work(elements: int, dropout_p: float) -> dict[Direction, Work]:
-    """No matrix products; passes over tensors of so many bf16 elements."""
-    backward = 5 if dropout_p > 0.0 else 4
-    passes: dict[Direction, int] = {"forward": 4, "backward": backward, "both": 4 + backward}
-    return {direction: Work(0.0, 2.0 * elements * n) for direction, n in passes.items()}
-
-
-def _race_steps(
-    race: Race,
-    name: str,
-    shape: str,
-    competitor: str,
-    direction: Direction,
-    steps: Callable[[int, float], Steps],
-    parameters: int,
-) -> None:
+def _race(race: Race, rms: bool, shape: str, competitor: str, direction: Direction) -> None:
     M, N = TINY if race.tiny else SHAPES[shape]
     dropout_p = 0.0 if competitor == "liger" else DROPOUT
     upstream = torch.randn(2, M, N, device=race.device).to(race.dtype)
-    race.note(compared_at_dropout=0.0, timed_at_dropout=dropout_p)
     if competitor == "eager":
         race.memory_goals(saved=0.67)
+    passes = 4 if direction == "forward" else 9 if dropout_p > 0.0 else 8
     race_functions(
         race,
-        f"dropout + residual + {name} {M:,} x {N:,}",
+        f"dropout + residual + {'RMS norm' if rms else 'layer norm'} {M:,} x {N:,}",
         competitor,
-        {side: _as_one(function) for side, function in steps(N, 0.0).items()},
-        leaves(race, (M, N), (M, N), *[(N,)] * parameters),
+        {side: _as_one(function) for side, function in _steps(rms, N, 0.0).items()},
+        leaves(race, (M, N), (M, N), *[(N,)] * (1 if rms else 2)),
         direction=direction,
-        work=work(M * N, dropout_p),
+        work=Work(0.0, 2.0 * M * N * passes),
         tolerance=TOLERANCE,
         upstream=upstream,
         goals=GOALS,
-        timed=(steps(N, dropout_p), upstream.unbind()),
+        timed=(_steps(rms, N, dropout_p), upstream.unbind()),
     )
 
 
 @pytest.mark.parametrize(("shape", "competitor", "direction"), RUNS)
 def bench_dropout_add_layer_norm(race: Race, shape: str, competitor: str, direction: Direction) -> None:
-    _race_steps(race, "layer norm", shape, competitor, direction, _layer_norm_steps, 2)
+    _race(race, False, shape, competitor, direction)
 
 
 @pytest.mark.parametrize(("shape", "competitor", "direction"), RMS_RUNS)
 def bench_dropout_add_rms_norm(race: Race, shape: str, competitor: str, direction: Direction) -> None:
-    _race_steps(race, "RMS norm", shape, competitor, direction, _rms_norm_steps, 1)
+    _race(race, True, shape, competitor, direction)

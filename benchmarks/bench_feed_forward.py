@@ -40,14 +40,6 @@ class FeedForwardShape(NamedTuple):
     dropout_p: float = 0.0
     recompute: bool = False
 
-    @property
-    def name(self) -> str:
-        """As the tables have it."""
-        extra = [f"dropout {self.dropout_p:g}"] if self.dropout_p else []
-        extra += ["recompute"] if self.recompute else []
-        sizes = f"{self.tokens:,} x ({self.width:,}, {self.hidden:,})"
-        return ", ".join([f"feed-forward {self.activation} {sizes}", *extra])
-
 
 SIZES = [(512, 2048), (768, 3072), (1024, 4096), (2048, 8192), (4096, 16384)]
 # By activation, dropout and width, from eager and from torch.compile. The products are the same on both sides; to be
@@ -62,9 +54,7 @@ GOALS: dict[tuple[str, bool, int], tuple[float, float]] = {
     ("relu", True, 1024): (1.1, 1.03),
     ("relu", True, 4096): (1.0, 1.0),
 }
-TINY = (6, 16, 24)
 LIGER = ("liger", "liger-cute")
-
 CASES = {
     "quick-gelu": FeedForwardShape(16384, 512, 2048),
     "quick-relu-dropout": FeedForwardShape(16384, 1024, 4096, "relu", 0.1),
@@ -80,8 +70,7 @@ CASES = {
     "quick-cpu": FeedForwardShape(1024, 256, 1024, "gelu", 0.1),
 }
 # A compilation takes seconds and each case costs one, with dropout two.
-COMPILED = [name for name in CASES if name in ("quick-gelu", "quick-relu-dropout", "full-swiglu")]
-COMPILED += [f"full-gelu-16384-{d}" for d, _ in SIZES[1:]]
+COMPILED = ["quick-gelu", "quick-relu-dropout", "full-swiglu", *(f"full-gelu-16384-{d}" for d, _ in SIZES[1:])]
 RUNS = with_cpu(
     [
         *((name, "eager", "both") for name in CASES if "cpu" not in name),
@@ -117,60 +106,47 @@ def _functions(case: FeedForwardShape, dropout_p: float) -> dict[str, Any]:
         a = _activate(F.linear(x, w1, b1), case.activation)
         return F.linear(F.dropout(a, dropout_p) if dropout_p > 0.0 else a, w2, b2)
 
-    def ours(x: Tensor, w1: Tensor, b1: Tensor, w2: Tensor, b2: Tensor) -> Tensor:
-        return functional.feed_forward(
-            x, w1, b1, w2, b2, activation=case.activation, dropout_p=dropout_p, recompute=case.recompute
-        )
-
+    options = {"activation": case.activation, "dropout_p": dropout_p, "recompute": case.recompute}
+    ours = partial(functional.feed_forward, **options)  # type: ignore[arg-type]
     return {"ours": ours, "eager": eager, **{name: partial(_liger_swiglu, name) for name in LIGER}}
 
 
-def _inputs(case: FeedForwardShape, device: torch.device, dtype: torch.dtype = torch.bfloat16) -> list[Tensor]:
-    """x, and both weights and biases, so scaled that no layer grows or shrinks what it gets."""
-    T, D, F_ = case.tokens, case.width, case.hidden
-    wide = 2 * F_ if case.activation == "swiglu" else F_
-    shapes = [(T, D), (wide, D), (wide,), (D, F_), (D,)]
-    scales = [1.0, D**-0.5, 0.1, F_**-0.5, 0.1]
-    drawn = [torch.randn(shape, device=device) * scale for shape, scale in zip(shapes, scales, strict=True)]
-    return [x.to(dtype).requires_grad_() for x in drawn]
-
-
-def work(case: FeedForwardShape) -> dict[Direction, Work]:
-    """What each direction must do at least; see the module."""
+def work(case: FeedForwardShape, direction: Direction) -> Work:
+    """What a direction must do at least; see the module."""
     T, D, F_ = case.tokens, case.width, case.hidden
     halves = 3 if case.activation == "swiglu" else 2  # products of T x D x F
     products = 2.0 * T * D * F_ * halves
     ends, weights = 2.0 * T * D, 2.0 * D * F_ * halves  # bytes of x, and of both weights
-    forward = Work(products, 2 * ends + weights)
-    backward = Work(2 * products, 3 * ends + 2 * weights)
-    both = Work(3 * products, forward.bytes + backward.bytes)
-    return {"forward": forward, "backward": backward, "both": both}
+    if direction == "forward":
+        return Work(products, 2 * ends + weights)
+    return Work(3 * products, 5 * ends + 3 * weights)
 
 
 @pytest.mark.parametrize(("case", "competitor", "direction"), RUNS)
 def bench_feed_forward(race: Race, case: str, competitor: str, direction: Direction) -> None:
-    chosen = CASES[case]
-    goals: dict[tuple[str, Direction], float] = {}
-    pair = GOALS.get((chosen.activation, chosen.dropout_p > 0.0, chosen.width))
-    if pair is not None and not chosen.recompute:
-        goals = {("eager", "both"): pair[0], ("compile", "both"): pair[1]}
+    shape = CASES[case]
+    eager, compiled = GOALS.get((shape.activation, shape.dropout_p > 0.0, shape.width), (None, None))
     if race.tiny:
-        chosen = chosen._replace(tokens=TINY[0], width=TINY[1], hidden=TINY[2])
-    inputs = _inputs(chosen, race.device, race.dtype)
-    p = chosen.dropout_p
-    if p > 0.0:
-        race.note(compared_at_dropout=0.0, timed_at_dropout=p)
-        if competitor == "eager":
-            race.memory_goals(saved=0.09 if chosen.recompute else 0.45)
+        shape = shape._replace(tokens=6, width=16, hidden=24)
+    T, D, F_, activation, p, recompute = shape
+    wide = 2 * F_ if activation == "swiglu" else F_
+    # So scaled that no layer grows or shrinks what it gets.
+    sizes = [((T, D), 1.0), ((wide, D), D**-0.5), ((wide,), 0.1), ((D, F_), F_**-0.5), ((D,), 0.1)]
+    drawn = [torch.randn(size, device=race.device) * scale for size, scale in sizes]
+    inputs = [x.to(race.dtype).requires_grad_() for x in drawn]
+    if p > 0.0 and competitor == "eager":
+        race.memory_goals(saved=0.09 if recompute else 0.45)
+    goal = {"eager": eager, "compile": compiled}.get(competitor)
+    name = f"feed-forward {activation} {T:,} x ({D:,}, {F_:,})"
     race_functions(
         race,
-        chosen.name,
+        name + (f", dropout {p:g}" if p else "") + (", recompute" if recompute else ""),
         competitor,
-        _functions(chosen, 0.0),
+        _functions(shape, 0.0),
         inputs,
         direction=direction,
-        work=work(chosen),
+        work=work(shape, direction),
         tolerance=TOLERANCE,
-        goals=goals,
-        timed=(_functions(chosen, p), torch.randn_like(inputs[0])) if p > 0.0 else None,
+        goals={} if goal is None or recompute else {(competitor, "both"): goal},
+        timed=(_functions(shape, p), torch.randn_like(inputs[0])) if p > 0.0 else None,
     )

@@ -1,4 +1,4 @@
-"""Models of Hugging Face transformers as ours, against the same with their `sdpa`.
+"""Models of Hugging Face with fastformer, against the same with their `sdpa`.
 
 Two ways: "attention", which alone leaves the padding out (`attn_implementation="fastformer"`), and "layers", which all
 do (`padding_free`). A training step is forward and backward from random gradients of the hidden states of real
@@ -6,11 +6,15 @@ positions (their mean square is 1 behind a norm, whatever the layers do), with d
 Llama), inference the forward alone, without a cache. Padding stands on the left for Llama where the way is "attention",
 else on the right. On a GPU bf16, 12 layers; on a CPU fp32, and 2 layers of BERT-base's width (T5's and Llama's of the
 same). Of T5 the encoder.
+
+`bench_sentence_transformers`, on a CPU: models of the size of all-MiniLM-L6-v2 with random weights, texts of 4 to 62
+random words. Encoding and scoring sort texts by length and take 32 at a time; a training step has 32 unsorted texts.
 """
 
 import copy
+import tempfile
 from collections.abc import Iterator
-from functools import partial
+from pathlib import Path
 from typing import Any, Literal
 
 import pytest
@@ -18,7 +22,8 @@ import torch
 from torch import Tensor, nn
 
 from benchmarks.competitors.known import require
-from benchmarks.harness.race import Contender, Race, flat_gradients
+from benchmarks.competitors.models import race_models
+from benchmarks.harness.race import Race
 
 pytestmark = pytest.mark.gpu
 
@@ -35,15 +40,13 @@ SIZES = {
     "short-cpu": ((768, 2, 12), (16, 128)),
     "long-cpu": ((768, 2, 12), (8, 512)),
 }
-TOLERANCES = {
-    torch.bfloat16: {"output": 2e-2, "gradients": 5e-2},  # of 12 layers
-    torch.float32: {"output": 1e-5, "gradients": 1e-4},  # of 2
-}
+TOLERANCES = {torch.bfloat16: (2e-2, 5e-2), torch.float32: (1e-5, 1e-4)}  # of outputs and gradients
 ROUNDS = {"cpu": 3, "cuda": 10}
 # Of all layers on a CPU, by the share of padding.
 GOALS = {"training step": {0.0: 0.97, 0.5: 1.8}, "inference": {0.0: 0.97, 0.5: 1.75}}
 GPU_GOAL = 1.2
 IDS = {"vocab_size": VOCABULARY, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
+TEXTS, BATCH, WORDS = 192, 32, 2000  # of sentence-transformers
 
 
 def _model(name: str, width: int, layers: int, heads: int) -> nn.Module:
@@ -102,56 +105,82 @@ def bench_transformers(race: Race, size: str, model: str, way: Way, share: float
     transformers.utils.logging.set_verbosity_error()
     (width, layers, heads), (sequences, longest) = TINY if race.tiny else SIZES[size]
     dtype = torch.float32 if race.device.type == "cpu" else torch.bfloat16
-    tolerances = TOLERANCES[race.dtype]
     theirs: nn.Module = _model(model, width, layers, heads).to(race.device, dtype)
     ours: Any = copy.deepcopy(theirs)
     if way == "layers":
         assert padding_free(ours).packed
     else:
         ours.set_attn_implementation("fastformer")
-    left = way == "attention" and model == "Llama"
-    mask = _mask(left, sequences, longest, share, race.device)
+    mask = _mask(way == "attention" and model == "Llama", sequences, longest, share, race.device)
     ids = torch.randint(4, VOCABULARY, mask.shape, device=race.device)
     inputs = {"input_ids": ids, "attention_mask": mask, **({} if model in ("BERT", "T5") else {"use_cache": False})}
-    direction = torch.randn(int(mask.sum()), width, device=race.device) / mask.sum()
 
-    def loss(net: nn.Module) -> Tensor:
-        hidden = net(**inputs).last_hidden_state[mask.bool()]
-        value: Tensor = (hidden.float() * direction).sum()
-        return value
+    def forward(net: nn.Module) -> Tensor:
+        with fastformer.backend(race.backend):  # a fallback is an error
+            hidden: Tensor = net(**inputs).last_hidden_state
+            return hidden
 
-    def step(net: nn.Module) -> Tensor:
-        net.zero_grad(set_to_none=True)
-        with fastformer.backend(race.backend):  # no fallback goes by unseen
-            value = loss(net)
-            value.backward()  # type: ignore[no-untyped-call]
-        return value
-
-    def infer(net: nn.Module) -> Tensor:
-        with torch.no_grad(), fastformer.backend(race.backend):
-            return net(**inputs).last_hidden_state  # type: ignore[no-any-return]
-
-    for net in (ours, theirs):
-        net.eval()
-    output = infer(ours)[mask.bool()]
-    step(ours)
-    with race.competitor():
-        race.gate("output", output, infer(theirs)[mask.bool()], tolerances["output"])
-        step(theirs)
-        a, b = (flat_gradients(_behind_embeddings(net)) for net in (ours, theirs))
-        race.gate("gradients", a, b, tolerances["gradients"])
-    train = task == "training step"
-    run = step if train else infer
-    tokens = int(mask.sum())
-    race.note(padding_share=1 - tokens / mask.numel())
-    race(
+    tolerance, gradient_tolerance = TOLERANCES[race.dtype]
+    race_models(
+        race,
         f"{model}, {sequences} x {longest}, {share:.0%} padding, {way}, {task}",
-        *(
-            Contender(
-                name, partial(run, net.train(train)), tokens, partial(loss, net) if train else None, net.parameters()
-            )
-            for name, net in (("fastformer", ours), ("transformers, sdpa", theirs))
-        ),
+        {"fastformer": ours, "transformers, sdpa": theirs},
+        forward,
+        mask.bool(),
+        trains=task == "training step",
+        tolerance=tolerance,
+        gradient_tolerance=gradient_tolerance,
+        parameters=_behind_embeddings,
         rounds=ROUNDS[race.device.type],
         goal=_goal(size, way, share, task),
+    )
+
+
+@pytest.mark.cpu
+@pytest.mark.parametrize("competitor", ["sentence-transformers"])
+@pytest.mark.parametrize(("size", "task"), [("usual", "encoding"), ("usual", "training step"), ("usual", "scoring")])
+def bench_sentence_transformers(race: Race, size: str, task: str, competitor: str) -> None:
+    require(competitor, race.device)
+    import transformers
+    from sentence_transformers import CrossEncoder, SentenceTransformer
+    from sentence_transformers.sentence_transformer.modules import Pooling, Transformer
+
+    from fastformer.integrations.transformers import padding_free
+
+    words = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *(f"word{index}" for index in range(WORDS))]
+    lengths = torch.randint(4, 63, (TEXTS,)).tolist()
+    texts = [" ".join(words[5 + index] for index in torch.randint(WORDS, (length,)).tolist()) for length in lengths]
+    sizes = {"hidden_size": 384, "num_hidden_layers": 6, "num_attention_heads": 12, "intermediate_size": 1536}
+    with tempfile.TemporaryDirectory() as folder:
+        (Path(folder) / "vocab.txt").write_text("\n".join(words), encoding="utf-8")
+        transformers.BertTokenizer(str(Path(folder) / "vocab.txt")).save_pretrained(folder)
+        config = transformers.BertConfig(vocab_size=len(words), num_labels=1, **sizes)
+        transformers.BertForSequenceClassification(config).save_pretrained(folder)
+        scorer, modules = CrossEncoder(folder, device="cpu"), [Transformer(folder), Pooling(384)]
+    theirs: Any = scorer if task == "scoring" else SentenceTransformer(modules=modules, device="cpu")
+    ours = copy.deepcopy(theirs)
+    assert padding_free(ours).packed
+    pairs = list(zip(texts[: TEXTS // 2], texts[TEXTS // 2 :], strict=True))
+    options = {"batch_size": BATCH, "convert_to_tensor": True, "show_progress_bar": False}
+
+    def forward(model: Any) -> Tensor:
+        if task == "training step":
+            embeddings: Tensor = model(dict(model.preprocess(texts[:BATCH])))["sentence_embedding"]
+            return embeddings
+        found: Tensor = model.predict(pairs, **options) if task == "scoring" else model.encode(texts, **options)
+        return found
+
+    real = torch.ones({"encoding": TEXTS, "training step": BATCH, "scoring": len(pairs)}[task], dtype=torch.bool)
+    race_models(
+        race,
+        f"{type(theirs).__name__} of 6 layers, d384, {task}",
+        {"fastformer": ours, "sentence-transformers": theirs},
+        forward,
+        real,
+        trains=task == "training step",
+        tolerance=1e-4,
+        gradient_tolerance=1e-4,
+        parameters=_behind_embeddings,
+        per_token=False,
+        rounds=5,
     )

@@ -1,4 +1,4 @@
-"""Layer norm and RMS norm over bf16 rows, on a GPU; on a CPU ours are torch's own.
+"""Layer norm and RMS norm over bf16 rows, on a GPU; on a CPU fastformer's are torch's own.
 
 Bytes counted for the floor: forward reads x and writes y; backward reads x and dy and writes dx; gradients of weight
 and bias, means and deviations are small beside them.
@@ -6,7 +6,6 @@ and bias, means and deviations are small beside them.
 
 import pytest
 import torch.nn.functional as F
-from torch import Tensor
 
 from benchmarks.competitors.kernel_packages import liger, quack_layer_norm, quack_rms_norm
 from benchmarks.competitors.ops import Function, leaves, race_functions
@@ -27,9 +26,10 @@ SHAPES = {
     "full-32768x4096": (32768, 4096),
     "full-8192x8192": (8192, 8192),
 }
+RMS_SHAPES = ("quick-8192x1024", "full-32768x4096")
 TINY = (6, 40)
+PASSES = {"forward": 2, "backward": 3, "both": 5}  # over tensors of bf16
 LIGER = ("liger", "liger-cute")
-COMPETITORS = ("eager", "compile", *LIGER, "quack")
 GOALS: dict[tuple[str, Direction], float] = {
     ("eager", "forward"): 1.2,
     ("eager", "backward"): 2.0,
@@ -41,57 +41,38 @@ GOALS: dict[tuple[str, Direction], float] = {
 }
 
 
-def _work(elements: int) -> dict[Direction, Work]:
-    """No matrix products; passes over tensors of so many bf16 elements."""
-    passes: dict[Direction, int] = {"forward": 2, "backward": 3, "both": 5}
-    return {direction: Work(0.0, 2.0 * elements * n) for direction, n in passes.items()}
-
-
-def _race(
-    race: Race,
-    name: str,
-    competitor: str,
-    direction: Direction,
-    functions: dict[str, Function],
-    inputs: list[Tensor],
-) -> None:
-    M, N = inputs[0].shape
-    race_functions(
-        race,
-        f"{name} {M:,} x {N:,}",
-        competitor,
-        functions,
-        inputs,
-        direction=direction,
-        work=_work(M * N),
-        tolerance=TOLERANCE,
-        goals=GOALS,
-    )
-
-
-@pytest.mark.parametrize("direction", DIRECTIONS)
-@pytest.mark.parametrize("competitor", COMPETITORS)
-@pytest.mark.parametrize("shape", SHAPES)
-def bench_layer_norm(race: Race, shape: str, competitor: str, direction: Direction) -> None:
-    M, N = TINY if race.tiny else SHAPES[shape]
-    functions: dict[str, Function] = {
+def _functions(rms: bool, N: int) -> dict[str, Function]:
+    if rms:
+        return {
+            "ours": lambda x, w: functional.rms_norm(x, N, w, eps=EPS),
+            "eager": lambda x, w: F.rms_norm(x, (N,), w, EPS),
+            "quack": lambda x, w: quack_rms_norm(x, w, EPS),
+            **{name: lambda x, w, name=name: liger("rms_norm", name)(x, w, EPS) for name in LIGER},
+        }
+    return {
         "ours": lambda x, w, b: functional.layer_norm(x, N, w, b, eps=EPS),
         "eager": lambda x, w, b: F.layer_norm(x, (N,), w, b, EPS),
         "quack": lambda x, w, b: quack_layer_norm(x, w, b, EPS),
         **{name: lambda x, w, b, name=name: liger("layer_norm", name)(x, w, b, EPS) for name in LIGER},
     }
-    _race(race, "layer norm", competitor, direction, functions, leaves(race, (M, N), (N,), (N,)))
 
 
 @pytest.mark.parametrize("direction", DIRECTIONS)
-@pytest.mark.parametrize("competitor", COMPETITORS)
-@pytest.mark.parametrize("shape", ["quick-8192x1024", "full-32768x4096"])
-def bench_rms_norm(race: Race, shape: str, competitor: str, direction: Direction) -> None:
+@pytest.mark.parametrize("competitor", ["eager", "compile", *LIGER, "quack"])
+@pytest.mark.parametrize(
+    ("op", "shape"), [*(("layer norm", shape) for shape in SHAPES), *(("RMS norm", shape) for shape in RMS_SHAPES)]
+)
+def bench_layer_norm(race: Race, op: str, shape: str, competitor: str, direction: Direction) -> None:
     M, N = TINY if race.tiny else SHAPES[shape]
-    functions: dict[str, Function] = {
-        "ours": lambda x, w: functional.rms_norm(x, N, w, eps=EPS),
-        "eager": lambda x, w: F.rms_norm(x, (N,), w, EPS),
-        "quack": lambda x, w: quack_rms_norm(x, w, EPS),
-        **{name: lambda x, w, name=name: liger("rms_norm", name)(x, w, EPS) for name in LIGER},
-    }
-    _race(race, "RMS norm", competitor, direction, functions, leaves(race, (M, N), (N,)))
+    rms = op == "RMS norm"
+    race_functions(
+        race,
+        f"{op} {M:,} x {N:,}",
+        competitor,
+        _functions(rms, N),
+        leaves(race, (M, N), *[(N,)] * (1 if rms else 2)),
+        direction=direction,
+        work=Work(0.0, 2.0 * M * N * PASSES[direction]),
+        tolerance=TOLERANCE,
+        goals=GOALS,
+    )

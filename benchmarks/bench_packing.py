@@ -9,20 +9,17 @@ skips padding too (batch first, no other mask), so there is little left to gain:
 """
 
 import copy
-import warnings
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass
-from functools import partial
-from typing import Literal
+from collections.abc import Callable
+from typing import Any, Literal
 
 import pytest
 import torch
 from torch import Tensor, nn
 
 import fastformer
-from benchmarks.harness.lengths import typical_batch
-from benchmarks.harness.race import Contender, Race, flat_gradients
+from benchmarks.competitors.models import race_models
+from benchmarks.harness.lengths import typical_batch, uniform_lengths
+from benchmarks.harness.race import Race
 
 WIDTH, LAYERS, SEQUENCES, LONGEST = 512, 6, 32, 64  # of the encoder
 TINY_WIDTH, TINY_LONGEST = 64, 12
@@ -35,78 +32,22 @@ TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2e-2}  # of the output at real
 GRADIENT_TOLERANCE = {torch.float32: 5e-3, torch.bfloat16: 5e-2}
 
 
-@dataclass(frozen=True)
-class PaddedCall:
-    """A padded batch for a model: what it is called with, and which positions of its output are real."""
-
-    call: Callable[[nn.Module], Tensor]
-    real: Tensor  # bool [B, T]
-    share: float
-
-    @property
-    def tokens(self) -> int:
-        return int(self.real.sum())
-
-
-@contextmanager
-def _quiet() -> Iterator[None]:
-    """torch warns of its own encoder: that its nested-tensor path is off, or that it is a prototype."""
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message=".*nested.?tensor.*")
-        yield
-
-
-def _lengths(share: float, longest: int) -> Tensor:
-    """Lengths of which `share` of `[SEQUENCES, longest]` is padding: one is the longest, the others spread evenly."""
-    lengths = torch.full((SEQUENCES,), longest)
-    mean = ((1 - share) * SEQUENCES * longest - longest) / (SEQUENCES - 1)
-    spread = min(longest - mean, mean - 1)
-    lengths[1:] = torch.linspace(mean - spread, mean + spread, SEQUENCES - 1).round().long()
-    return lengths
-
-
-def _encoder_call(share: float, width: int, longest: int, device: torch.device) -> PaddedCall:
-    hidden = (torch.arange(longest) >= _lengths(share, longest)[:, None]).to(device)
-    x = torch.randn(SEQUENCES, longest, width, device=device)
-    return PaddedCall(lambda m: m(x, src_key_padding_mask=hidden), ~hidden, float(hidden.float().mean()))
-
-
-def _transformer_call(batches: str, width: int, device: torch.device) -> PaddedCall:
-    batch, _, _ = typical_batch(batches)
-    hidden, sides = [], []
-    for lengths in (batch.source_lengths, batch.target_lengths):
-        steps = torch.arange(int(lengths.max()))
-        hidden.append((steps >= lengths[:, None]).to(device))
-        sides.append(torch.randn(len(lengths), len(steps), width, device=device))
-    T = sides[1].shape[1]
-    ahead = torch.ones(T, T, dtype=torch.bool, device=device).triu(1)
-
-    def call(model: nn.Module) -> Tensor:
-        out: Tensor = model(
-            sides[0],
-            sides[1],
-            tgt_mask=ahead,
-            src_key_padding_mask=hidden[0],
-            tgt_key_padding_mask=hidden[1],
-            memory_key_padding_mask=hidden[0],
-            tgt_is_causal=True,
-        )
-        return out
-
-    return PaddedCall(call, ~hidden[1], float(torch.cat([x.flatten() for x in hidden]).float().mean()))
+def _padding(lengths: Tensor, device: torch.device) -> Tensor:
+    """True where `[B, L]` is padding."""
+    return (torch.arange(int(lengths.max())) >= lengths[:, None]).to(device)
 
 
 def _race(
     race: Race,
     case: str,
     theirs: nn.Module,
-    padded: PaddedCall,
+    call: Callable[[Any], Tensor],
+    paddings: list[Tensor],
     mode: str,
     dtype: torch.dtype,
-    goal: float | None,
-    rounds: int,
+    **fields: Any,
 ) -> None:
-    """Convert a copy of their model, compare outputs and gradients, then time both."""
+    """Convert a copy of a model of torch.nn; the last padding is that of the output."""
     if dtype == torch.bfloat16 and race.device.type == "cpu" and not race.tiny:
         pytest.skip("bf16 at this size takes minutes on a CPU without instructions for it")
     ours = copy.deepcopy(theirs)
@@ -115,47 +56,20 @@ def _race(
 
     def forward(model: nn.Module) -> Tensor:
         with torch.autocast(race.device.type, dtype, enabled=dtype != torch.float32):
-            return padded.call(model)
+            return call(model)
 
-    with torch.no_grad():
-        direction = torch.randn_like(forward(ours))
-    direction = direction * padded.real[..., None] / padded.tokens
-
-    def step(model: nn.Module) -> Tensor:
-        model.zero_grad(set_to_none=True)
-        loss = (forward(model) * direction).sum()
-        loss.backward()  # type: ignore[no-untyped-call]
-        return loss
-
-    trains, infer = mode == "training step", torch.no_grad()(forward)
-    run = step if trains else infer
-    for model in (ours, theirs):
-        model.eval()
-    output = infer(ours)[padded.real]
-    with race.competitor():
-        race.gate("output", output, infer(theirs)[padded.real], TOLERANCE[dtype])
-    if trains:
-        step(ours)
-        with race.competitor():
-            step(theirs)
-            a, b = (flat_gradients(model.parameters()) for model in (ours, theirs))
-            race.gate("gradients", a, b, GRADIENT_TOLERANCE[dtype])
-    race.note(padding_share=padded.share)
-    race(
-        f"{case}, {mode}, {100 * padded.share:.1f} % padding{'' if dtype == torch.float32 else ', bf16'}",
-        *(
-            Contender(
-                name,
-                partial(run, model.train(trains)),
-                padded.tokens,
-                partial(forward, model) if trains else None,
-                model.parameters(),
-            )
-            for name, model in (("fastformer.convert", ours), (f"torch.nn.{type(theirs).__name__}", theirs))
-        ),
-        rounds=rounds,
-        goal=goal,
+    share = float(torch.cat([each.flatten() for each in paddings]).float().mean())
+    race_models(
+        race,
+        f"{case}, {mode}, {100 * share:.1f} % padding{'' if dtype == torch.float32 else ', bf16'}",
+        {"fastformer.convert": ours, f"torch.nn.{type(theirs).__name__}": theirs},
+        forward,
+        ~paddings[-1],
+        trains=mode == "training step",
+        tolerance=TOLERANCE[dtype],
+        gradient_tolerance=GRADIENT_TOLERANCE[dtype],
         dtype=dtype,
+        **fields,
     )
 
 
@@ -174,14 +88,21 @@ def _race(
 def bench_encoder(race: Race, size: str, norm_first: bool, dtype: str, share: float, goal: float, mode: str) -> None:
     width, layers = (TINY_WIDTH, 1) if race.tiny else (256, 2) if size == "quick" else (WIDTH, LAYERS)
     longest = TINY_LONGEST if race.tiny else LONGEST
-    with _quiet():
-        heads, hidden = width // HEAD, 4 * width
-        layer = nn.TransformerEncoderLayer(width, heads, hidden, 0.1, batch_first=True, norm_first=norm_first)
-        theirs = nn.TransformerEncoder(layer, layers, nn.LayerNorm(width) if norm_first else None).to(race.device)
-        padded = _encoder_call(share, width, longest, race.device)
-        case = f"TransformerEncoder d{width} x{layers}, {'pre' if norm_first else 'post'}-norm"
-        rounds = 5 if mode == "inference" else 3
-        _race(race, case, theirs, padded, mode, DTYPES[dtype], None if size == "quick" else goal, rounds)
+    layer = nn.TransformerEncoderLayer(width, width // HEAD, 4 * width, 0.1, batch_first=True, norm_first=norm_first)
+    theirs = nn.TransformerEncoder(layer, layers, nn.LayerNorm(width) if norm_first else None).to(race.device)
+    padding = _padding(torch.from_numpy(uniform_lengths(SEQUENCES, longest, share)), race.device)
+    x = torch.randn(SEQUENCES, longest, width, device=race.device)
+    _race(
+        race,
+        f"TransformerEncoder d{width} x{layers}, {'pre' if norm_first else 'post'}-norm",
+        theirs,
+        lambda model: model(x, src_key_padding_mask=padding),
+        [padding],
+        mode,
+        DTYPES[dtype],
+        rounds=5 if mode == "inference" else 3,
+        goal=None if size == "quick" else goal,
+    )
 
 
 @pytest.mark.parametrize(("size", "dtype"), [("usual", "fp32"), ("full", "fp32"), ("full", "bf16")])
@@ -193,10 +114,27 @@ def bench_transformer(
     race: Race, batches: str, goal: float, mode: str, norm_first: bool, size: Literal["usual", "full"], dtype: str
 ) -> None:
     width, layers = (TINY_WIDTH, 1) if race.tiny else (256, 3) if size == "usual" else (WIDTH, LAYERS)
-    settings = {"dropout": 0.1, "batch_first": True, "norm_first": norm_first}
-    with _quiet():
-        theirs = nn.Transformer(width, width // HEAD, layers, layers, 4 * width, **settings).to(race.device)  # type: ignore[arg-type]
-        padded = _transformer_call(batches, width, race.device)
-        case = f"Transformer d{width} {layers}+{layers}, {'pre' if norm_first else 'post'}-norm, {batches} batches"
-        rounds = (5 if mode == "inference" else 3) if size == "usual" else 2
-        _race(race, case, theirs, padded, mode, DTYPES[dtype], goal, rounds)
+    settings: dict[str, Any] = {"dropout": 0.1, "batch_first": True, "norm_first": norm_first}
+    theirs = nn.Transformer(width, width // HEAD, layers, layers, 4 * width, **settings).to(race.device)
+    batch = typical_batch(batches)[0]
+    paddings = [_padding(lengths, race.device) for lengths in (batch.source_lengths, batch.target_lengths)]
+    source, target = (torch.randn(*each.shape, width, device=race.device) for each in paddings)
+    T = target.shape[1]
+    masks = {
+        "tgt_mask": torch.ones(T, T, dtype=torch.bool, device=race.device).triu(1),
+        "src_key_padding_mask": paddings[0],
+        "tgt_key_padding_mask": paddings[1],
+        "memory_key_padding_mask": paddings[0],
+        "tgt_is_causal": True,
+    }
+    _race(
+        race,
+        f"Transformer d{width} {layers}+{layers}, {'pre' if norm_first else 'post'}-norm, {batches} batches",
+        theirs,
+        lambda model: model(source, target, **masks),
+        paddings,
+        mode,
+        DTYPES[dtype],
+        rounds=2 if size == "full" else 5 if mode == "inference" else 3,
+        goal=goal,
+    )

@@ -5,8 +5,6 @@ the tables once. The other side is the formula of Hugging Face's models, `x * co
 with tables that were gathered, doubled and rounded beforehand, as these models do once a pass, for all layers.
 """
 
-from typing import NamedTuple
-
 import pytest
 import torch
 from torch import Tensor
@@ -19,24 +17,14 @@ from fastformer import functional
 pytestmark = pytest.mark.gpu
 
 TOLERANCE = 1e-2  # bf16 rounds to 4e-3, and their tables are rounded, too; a wrong angle is off by more than 1e-1
-
-
-class RotaryShape(NamedTuple):
-    """Packed tokens, heads of queries and keys, and the numbers of each."""
-
-    tokens: int
-    heads: int
-    head_size: int
-    interleaved: bool = False
-
-
+# Packed tokens, heads of queries and keys, numbers of each, whether pairs are interleaved.
 CASES = {
-    "quick-64": RotaryShape(16384, 16, 64),
-    "full-128": RotaryShape(8192, 40, 128),  # Llama 3 8B: 32 and 8
-    "full-128-interleaved": RotaryShape(8192, 40, 128, True),
-    "quick-cpu": RotaryShape(2048, 8, 64),
+    "quick-64": (16384, 16, 64, False),
+    "full-128": (8192, 40, 128, False),  # Llama 3 8B: 32 and 8
+    "full-128-interleaved": (8192, 40, 128, True),
+    "quick-cpu": (2048, 8, 64, False),
 }
-TINY = RotaryShape(6, 3, 8)
+TINY = (6, 3, 8)
 POSITIONS = 2048
 RUNS = with_cpu(
     [
@@ -45,13 +33,6 @@ RUNS = with_cpu(
     ],
     ("quick-cpu", "eager", "both"),
 )
-
-
-def work(case: RotaryShape) -> dict[Direction, Work]:
-    """What each direction must do at least; see the module."""
-    once = 4.0 * case.tokens * case.heads * case.head_size + 8.0 * case.tokens
-    once += 4.0 * case.head_size * min(POSITIONS, case.tokens)
-    return {"forward": Work(0.0, once), "backward": Work(0.0, once), "both": Work(0.0, 2 * once)}
 
 
 def rotate_half(x: Tensor, interleaved: bool) -> Tensor:
@@ -64,10 +45,9 @@ def rotate_half(x: Tensor, interleaved: bool) -> Tensor:
 
 @pytest.mark.parametrize(("case", "competitor", "direction"), RUNS)
 def bench_rotary(race: Race, case: str, competitor: str, direction: Direction) -> None:
-    chosen = CASES[case]
+    T, H, K, interleaved = CASES[case]
     if race.tiny:
-        chosen = TINY._replace(interleaved=chosen.interleaved)
-    T, H, K, interleaved = chosen
+        T, H, K = TINY
     positions = torch.arange(T, device=race.device) % POSITIONS
     rows = torch.arange(POSITIONS, dtype=torch.float64, device=race.device)
     angles = rows[:, None] * 10000.0 ** -(torch.arange(0, K, 2, dtype=torch.float64, device=race.device) / K)
@@ -83,6 +63,7 @@ def bench_rotary(race: Race, case: str, competitor: str, direction: Direction) -
         c, s = wide[x.dtype]
         return x * c + rotate_half(x, interleaved) * s
 
+    moved = 4.0 * T * H * K + 8.0 * T + 4.0 * K * min(POSITIONS, T)
     race_functions(
         race,
         f"rotary {T:,} x {H} x {K}" + (", interleaved" if interleaved else ""),
@@ -90,6 +71,6 @@ def bench_rotary(race: Race, case: str, competitor: str, direction: Direction) -
         {"ours": lambda x: functional.rotary(x, positions, cos, sin, interleaved=interleaved), "eager": eager},
         leaves(race, (T, H, K)),
         direction=direction,
-        work=work(chosen),
+        work=Work(0.0, moved * (2 if direction == "both" else 1)),
         tolerance=TOLERANCE,
     )

@@ -4,7 +4,8 @@ python -m benchmarks.codegen                                 # all cases on all 
 python -m benchmarks.codegen --arch 90 --only attention      # some of them
 python -m benchmarks.codegen --update                        # write what was found to budget.json
 python -m benchmarks.codegen --fresh                         # believe no record: compile all (`make codegen`)
-python -m benchmarks.codegen --ptxas PATH                    # limits with another ptxas (`make ptxas-13.5.37`)
+
+With TRITON_PTXAS_PATH the limits hold for another ptxas (`make ptxas-13.5.37`); differences to the budget are printed.
 
 How it is found is in `compilation.py`. What this Triton version has compiled before, by the fingerprint that the
 budget file keeps beside the resources, is not compiled again: what was found then is held to the limits. Whatever goes
@@ -76,17 +77,14 @@ def arguments(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--only", default="", metavar="TEXT", help="rows whose kernel or case contains the text")
     parser.add_argument("--update", action="store_true", help="write the budget of this Triton version")
     parser.add_argument("--fresh", action="store_true", help="compile what the budget has a record of, too")
-    parser.add_argument("--ptxas", type=Path, help="the ptxas to compile with, instead of Triton's own")
     parser.add_argument("--jobs", type=int, default=2, help="processes")
     parser.add_argument("--cases", default="benchmarks.codegen.cases", help="the package of the cases")
     parser.add_argument("--budget", type=Path, default=BUDGET, help="the budget file")
     options = parser.parse_args(argv)
     if unknown := [arch for arch in options.arch if arch not in GPUS]:
         parser.error(f"--arch {unknown[0]}: known are {', '.join(map(str, GPUS))}")
-    if options.ptxas and not os.access(options.ptxas, os.X_OK):
-        parser.error(f"--ptxas {options.ptxas}: it must be a program")
-    if options.ptxas and options.update:
-        parser.error("--update with --ptxas: the budget is what Triton's own ptxas makes")
+    if options.update and "TRITON_PTXAS_PATH" in os.environ:
+        parser.error("--update with TRITON_PTXAS_PATH: the budget is what Triton's own ptxas makes")
     if options.jobs < 1:
         parser.error(f"--jobs {options.jobs}: at least one process is needed")
     return options
@@ -147,14 +145,12 @@ def main(argv: list[str] | None = None) -> int:
     if "triton" in sys.modules and os.environ.get("TRITON_INTERPRET", "0") != "0":
         stop("Triton was imported with TRITON_INTERPRET set; this needs a process of its own")
     os.environ.pop("TRITON_INTERPRET", None)  # read when kernels are defined: the interpreter's do not compile
-    if options.ptxas:  # of all architectures, in this process and in those that compile
-        os.environ["TRITON_PTXAS_PATH"] = os.environ["TRITON_PTXAS_BLACKWELL_PATH"] = str(options.ptxas.resolve())
     try:
         import triton
     except ImportError:
         stop("it needs Triton: pip install 'fastformer[triton]'")
     version = triton.__version__.split("+")[0]
-    if options.ptxas:
+    if "TRITON_PTXAS_PATH" in os.environ:
         version += f" with ptxas {triton.knobs.nvidia.ptxas.version}"
 
     cases, faults = find_cases(options.cases)

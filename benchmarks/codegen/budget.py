@@ -2,10 +2,10 @@
 
 **Limits** hold for every Triton: it compiles; no stack (a spilled register lives there); shared memory that a block can
 get; at least one block on a multiprocessor; no product computed more than once; on sm_90 products of 16 bits or tf32
-are wgmma, not serialised, that read nothing written without a fence and whose registers nothing touches while they are
-in flight (how each is found is in `reader.py` and `checks/`).
+are wgmma, not serialised, that read nothing written without a fence (how each is found is in `reader.py` and
+`checks/`).
 What is exempt stands in the budget file under "exceptions": {"rows": pattern of row names, "limit": compiles | stack |
-shared | registers | replicated | wgmma | serialised | fences | in flight, "reason": why, "triton": pattern of versions,
+shared | registers | replicated | wgmma | serialised | fences, "reason": why, "triton": pattern of versions,
 if not all}.
 
 **The budget** is what a Triton version made of each row when the file was written. With that version, a tenth more
@@ -49,8 +49,6 @@ def broken_limits(arch: int | str, result: Resources | str) -> Iterator[tuple[st
         yield "replicated", f"its products are computed {result.replication} times"
     if result.unfenced:
         yield "fences", f"{result.unfenced} wgmma may read what was written without a fence.proxy.async since"
-    if result.in_flight:
-        yield "in flight", f"{result.in_flight} instructions touch registers of a wgmma in flight"
     if result.serialised:
         yield "serialised", f"its {result.wgmma} wgmma are serialised"
 

@@ -22,7 +22,6 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from benchmarks.codegen.checks.fences import unfenced
-from benchmarks.codegen.checks.flight import touched_in_flight
 from benchmarks.codegen.checks.layouts import replication
 from benchmarks.codegen.checks.loops import Loop, loop_figures
 
@@ -61,7 +60,6 @@ class Resources(NamedTuple):
     async_copies: int  # cp.async and TMA instructions in the PTX
     replication: float = 1.0  # how many times each element of a product is computed
     unfenced: int = 0  # on sm_90, wgmma without a fence after what was written for them
-    in_flight: int = 0  # on sm_90, instructions that touch registers of a wgmma in flight
     loops: tuple[Loop, ...] = ()  # of the kernels of `loops.TILES`, on sm_80 and sm_90
 
     def entry(self) -> dict[str, Any]:
@@ -144,6 +142,5 @@ def read(compiled: Any, arch: int, tile: int) -> Resources:
         len(re.findall(r"\bcp\.async\.(?:ca|cg|bulk\.tensor)\b", ptx)),
         replication(ttgir),
         unfenced(ptx),
-        len(touched_in_flight(sass)),
         tuple(loop_figures(ttgir, ptx, sass, tile, threads // 32)) if of_loops else (),
     )

@@ -1,4 +1,4 @@
-"""The competitors by the names of `--competitor`, and whether this machine has them."""
+"""The competitors by the names that cases have for them, and whether this machine has them."""
 
 import importlib.util
 from collections.abc import Callable
@@ -63,6 +63,7 @@ COMPETITORS: dict[str, Missing] = {
     "flash-attn": _packages("flash_attn"),
     "xformers": _packages("xformers"),
     "transformers": _packages("transformers", gpu=False),
+    "sentence-transformers": _packages("sentence_transformers", gpu=False),
     "ctranslate2": _packages("ctranslate2", gpu=False),  # from fastformer's export
     "own-lengths": _nothing,  # fastformer's attention, told of padding by lengths
     "no-graphs": _gpu,  # fastformer's steps without CUDA graphs
@@ -86,15 +87,3 @@ def require(name: str, device: torch.device) -> None:
     reason = COMPETITORS[name](device)
     if reason is not None:
         pytest.skip(f"{name}: {reason}")
-
-
-def chosen(text: str) -> set[str]:
-    """Return the competitors that `--competitor` names, separated by commas.
-
-    Raises:
-        ValueError: one of them is unknown.
-    """
-    names = {name.strip() for name in text.split(",")}
-    if unknown := sorted(names - COMPETITORS.keys()):
-        raise ValueError(f"--competitor: unknown competitor {unknown[0]!r}; known: {', '.join(COMPETITORS)}")
-    return names

@@ -17,7 +17,6 @@ from benchmarks.harness.clock import Work
 from benchmarks.harness.race import Direction, Op, Race
 
 Function = Callable[..., Tensor]
-TimedFunctions = tuple[Mapping[str, Callable[..., Any]], Any]  # by competitor, and the gradients of their outputs
 Pairing = tuple[Any, str, Direction]  # a case or its name, competitor and what is timed
 
 
@@ -53,13 +52,13 @@ def race_functions(
     inputs: Sequence[Tensor],
     *,
     direction: Direction,
-    work: Mapping[Direction, Work],
+    work: Work,
     tolerance: float,
     formula: Function | None = None,
     upstream: Tensor | None = None,
     expected: Sequence[Tensor] | None = None,
     goals: Mapping[tuple[str, Direction], float] | None = None,
-    timed: TimedFunctions | None = None,
+    timed: tuple[Mapping[str, Callable[..., Any]], Any] | None = None,
     **fields: Any,
 ) -> None:
     """Compare `functions["ours"]` with `functions[competitor]`, both of the same inputs.
@@ -71,13 +70,13 @@ def race_functions(
         functions: by competitor, and "ours".
         inputs: leaves.
         direction: what is timed.
-        work: what each direction must do at least with bf16 tensors.
+        work: what the direction must do at least with bf16 tensors.
         tolerance: see `Race.op`; with bf16 tensors.
         formula: in fp64 the truth; unset: `functions["eager"]`.
         upstream: gradient of the output; unset: random, and one for all positions of it.
         expected: output and gradients, where fp64 of the whole would be too much; unset: from `formula`.
         goals: (competitor, direction) -> ratio, of the kernels.
-        timed: other functions to time, see `Race.op`; unset: those that are compared.
+        timed: other functions to time, and the gradients of their outputs; unset: those that are compared.
         fields: see `Race.op`.
     """
     require(competitor, race.device)
@@ -103,7 +102,7 @@ def race_functions(
         expected=fp64_results(truth, inputs, upstream) if expected is None else expected,
         tolerance=tolerance if kernels else FP32_TOLERANCE,
         direction=direction,
-        work=work[direction] if kernels else None,
+        work=work if kernels else None,
         goal=(goals or {}).get((competitor, direction)) if kernels else None,
         timed=replaced,
         **fields,

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from benchmarks.harness.clock import Work
-from benchmarks.harness.lengths import Lengths, lognormal_lengths, multi30k_lengths, uniform_lengths
+from benchmarks.harness.lengths import Lengths, multi30k_lengths, uniform_lengths
 from benchmarks.harness.race import Direction, Race
 from fastformer.packing import Layout
 
@@ -54,8 +54,7 @@ class AttentionShape:
             return multi30k_lengths(self.batch)
         if self.kind == "empty":
             return np.append(uniform_lengths(self.batch - 1, self.length, self.share), 0)
-        make = uniform_lengths if self.kind == "uniform" else lognormal_lengths
-        return make(self.batch, self.length, self.share)
+        return uniform_lengths(self.batch, self.length, self.share)
 
 
 @dataclass(frozen=True, eq=False)
@@ -108,9 +107,8 @@ class AttentionCase:
         """What must be done for real positions; backward's is 2.5 times forward's, because it computes scores again."""
         D, V = self.head_size, self.channels_of_values
         elements = self.heads * (D + V) * int(self.lengths.sum())
-        size = torch.empty(0, dtype=self.dtype).element_size()
         of_keys, of_values = _OPERATIONS[direction]
-        return Work((of_keys * D + of_values * V) * self.pairs, _TENSORS[direction] * elements * size)
+        return Work((of_keys * D + of_values * V) * self.pairs, _TENSORS[direction] * elements * self.dtype.itemsize)
 
     @cached_property
     def lengths_on_device(self) -> Tensor:

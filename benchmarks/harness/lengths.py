@@ -7,7 +7,6 @@ training pairs under one joint BPE vocabulary of 8,000, special ids left out.
 
 import json
 from pathlib import Path
-from statistics import NormalDist
 
 import numpy as np
 from numpy.typing import NDArray
@@ -18,7 +17,6 @@ Lengths = NDArray[np.int64]
 HISTOGRAM = Path(__file__).with_name("multi30k_lengths.json")
 VOCABULARY = 8000
 SPECIAL = SpecialIds()
-_LOG_SPREAD = 0.33  # standard deviation of the logarithm of Multi30k's target lengths, eos counted
 
 
 def random_pairs(number: int = 29_000, seed: int = 0) -> EncodedPairs:
@@ -78,40 +76,16 @@ def _typical(kind: str) -> tuple[EncodedPairs, float]:
     return pairs.take(min(plan, key=lambda indices: abs(padding(indices) - share))), share
 
 
-def uniform_lengths(number: int, longest: int, share: float, seed: int = 0) -> Lengths:
+def uniform_lengths(number: int, longest: int, share: float) -> Lengths:
     """Lengths spread evenly, so that `share` of `[number, longest]` is padding; one is the longest, none is empty."""
-    mean = _mean_of_others(number, longest, share)
+    mean = longest if number == 1 else ((1 - share) * number - 1) * longest / (number - 1)  # of all but the longest
     spread = min(longest - mean, mean - 1)
-    return _with_longest(mean + spread * (2 * _quantiles(number - 1) - 1), longest, seed)
-
-
-def lognormal_lengths(number: int, longest: int, share: float, seed: int = 0) -> Lengths:
-    """The same, many short and few long: the logarithm is normal, and what would exceed the longest is cut to it."""
-    mean = _mean_of_others(number, longest, share)
-    normal = NormalDist(0, _LOG_SPREAD)
-    shape = np.exp([normal.inv_cdf(p) for p in _quantiles(number - 1)])
-    low, high = 1.0, longest / shape.min(initial=1.0)
-    for _ in range(60 if number > 1 else 0):  # the scale at which the cut lengths have the mean
-        middle = (low + high) / 2
-        low, high = (middle, high) if np.clip(middle * shape, 1, longest).mean() < mean else (low, middle)
-    return _with_longest(np.clip(high * shape, 1, longest), longest, seed)
+    quantiles = (np.arange(number - 1) + 0.5) / max(number - 1, 1)
+    others = np.maximum(np.round(mean + spread * (2 * quantiles - 1)), 1).astype(np.int64)
+    return np.random.default_rng(0).permutation(np.append(others, longest))
 
 
 def multi30k_lengths(number: int = 128) -> Lengths:
     """Target lengths, eos counted, of the first sentences of `typical_pairs` in random order; 128: the whole batch."""
     lengths: Lengths = typical_pairs("random").target.lengths[:number].astype(np.int64) + 1
     return lengths
-
-
-def _mean_of_others(number: int, longest: int, share: float) -> float:
-    """The mean length of all but the longest."""
-    return longest if number == 1 else ((1 - share) * number - 1) * longest / (number - 1)
-
-
-def _quantiles(number: int) -> NDArray[np.float64]:
-    return (np.arange(number) + 0.5) / max(number, 1)
-
-
-def _with_longest(others: NDArray[np.float64], longest: int, seed: int) -> Lengths:
-    lengths = np.append(np.maximum(np.round(others), 1).astype(np.int64), longest)
-    return np.random.default_rng(seed).permutation(lengths)

@@ -98,7 +98,6 @@ class Race:
         ceilings: Ceilings,
         record: Record,
         *,
-        enforce: bool,
         tiny: bool,
         seconds: float = math.inf,
         profiles: Path | None = None,
@@ -106,14 +105,13 @@ class Race:
         """See the fixture `race`.
 
         Args:
-            enforce: fail if a ratio is below its goal.
             tiny: run the code once on small shapes, time nothing.
             seconds: of the rounds of a case on a CPU; there are fewer rounds than asked for if they take longer.
             profiles: folder for a profile of a call of fastformer.
         """
         self.benchmark, self.watch, self.ceilings, self.record = benchmark, watch, ceilings, record
         self.seconds, self.profiles = seconds, profiles
-        self.enforce, self.tiny = enforce, tiny
+        self.tiny = tiny
         self.device = watch.device
         self.gates: dict[str, float] = {}
         self.fault: str | None = None  # why the competitor is not timed
@@ -250,7 +248,7 @@ class Race:
             fields: further fields of the row.
 
         Raises:
-            AssertionError: no gate was passed; or, with --enforce-goals, the ratio is below the goal.
+            AssertionError: no gate was passed.
         """
         assert self.gates or self.fault, "a speed counts only after a gate"
         watch = self.watch
@@ -302,9 +300,7 @@ class Race:
             fields["floor"] = self.ceilings.floor(work, dtype) / a
             fields["operations_per_second"], fields["bytes_per_second"] = work.operations / a, work.bytes / a
         self.note(timer=watch.kind, calls_per_round=calls, gates=self.gates)
-        row = self._add(case, theirs.name, self.fault or "measured", matmul_rate=rate, goal=goal, **fields)
-        if self.enforce and row.missed:
-            pytest.fail(f"{case}: {row.ratio:.2f} times {theirs.name}, the goal is {goal}")
+        self._add(case, theirs.name, self.fault or "measured", matmul_rate=rate, goal=goal, **fields)
 
     def _profile(self, case: str, run: Call, folder: Path) -> None:
         """Write where the time of a call goes.
@@ -361,14 +357,13 @@ class Race:
                 ratios["graph"] = speed * seconds[theirs.name] / seconds[ours.name]
         return ratios
 
-    def _add(self, case: str, against: str, status: str, **fields: Any) -> Row:
+    def _add(self, case: str, against: str, status: str, **fields: Any) -> None:
         benchmark = Path(self.benchmark.fullname.partition("::")[0]).stem.removeprefix("bench_")
         known = {name: value for name, value in fields.items() if value is not None and name in Row.model_fields}
         fields = {**known, **self._memory_goals, "notes": self.notes}
         row = Row(benchmark=benchmark, case=case, against=against, status=status, **fields)
         self.record.add(row)
         self.benchmark.extra_info.update(row.model_dump())
-        return row
 
 
 def _first_line(error: Exception) -> str:

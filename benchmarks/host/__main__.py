@@ -1,6 +1,6 @@
 """What a call costs the host: ours against torch's own, on tensors so small that computing them takes nothing.
 
-    python -m benchmarks.host         # microseconds of process CPU time, best of 40 rounds; launches of a step
+    python -m benchmarks.host         # microseconds of process CPU time, best of 40 rounds
 
 A GPU waits for the host where its own work is shorter: at batches below some 4,000 tokens of the base model. Needs no
 GPU (`null_driver`); torch's side then has a CPU's tiny kernels in place of launches, which take about as long. Where a
@@ -144,9 +144,9 @@ def _steps() -> list[CallPair]:
     ]
 
 
-def _trainer_step(model: TranslationModel, batch: Batch, recorder: Recorder | None, precision: str = "fp32") -> Call:
+def _trainer_step(model: TranslationModel, batch: Batch, recorder: Recorder | None) -> Call:
     """A step as the trainer makes it: the batch to the device, loss, gradients, their norm, clipping and AdamW."""
-    config, alone = TrainConfig(steps=1, precision=precision), Processes()
+    config, alone = TrainConfig(steps=1), Processes()
     loss = partial(translation_loss, label_smoothing=0.1)
     if recorder is None:
         update = Update(model, loss, config, alone)
@@ -158,16 +158,6 @@ def _trainer_step(model: TranslationModel, batch: Batch, recorder: Recorder | No
         update.apply(norm, 1e-4)
 
     return step
-
-
-def _print_launches(name: str, recorder: Recorder | None) -> None:
-    """Count the launches of the base model's step in bf16; with a recorder, those that a graph repeats."""
-    model = TranslationModel(TranslationConfig(VOCABULARY, VOCABULARY))
-    step = _trainer_step(model, collate(random_pairs(2)), recorder, "bf16")
-    step()
-    ours, aten = null_driver.count(step)
-    most = ", ".join(f"{number} {op}" for op, number in aten.most_common(8))
-    print(f"{name:<36} {ours + aten.total():>8}: {ours} ours, {aten.total()} of ATen ({most})", flush=True)
 
 
 def _microseconds(*runs: Call) -> list[float]:
@@ -202,9 +192,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if options.only in case.name:
             ours, theirs = _microseconds(case.ours, case.theirs)
             print(f"{case.name:<36} {ours:>8.1f} {theirs:>8.1f} {theirs / ours:>6.2f}", flush=True)
-    for name, recorder in (("launches, bf16", None), ("launches, bf16, CUDA graphs", null_driver.NullRecorder())):
-        if options.only in name:
-            _print_launches(name, recorder)
     return 0
 
 

@@ -24,7 +24,7 @@ def make_race(record=None, *, tiny=True):
     benchmark = SimpleNamespace(fullname=name, extra_info={}, pedantic=pedantic)
     ceilings = Ceilings(watch)
     ceilings._rates, ceilings._bandwidth = {torch.float32: 1e9}, 1e9
-    return Race(benchmark, watch, ceilings, record or Record({}), enforce=False, tiny=tiny)
+    return Race(benchmark, watch, ceilings, record or Record({}), tiny=tiny)
 
 
 def broken(*arguments, **keywords):

@@ -9,7 +9,6 @@ import pytest
 
 from benchmarks.codegen.budget import BUDGET, read_budget
 from benchmarks.codegen.checks.fences import unfenced
-from benchmarks.codegen.checks.flight import touched_in_flight
 from benchmarks.codegen.checks.flow import blocks, inner_loops
 from benchmarks.codegen.checks.layouts import Product, products, replication, steps
 from benchmarks.codegen.checks.loops import TILES, Loop, loop_figures, mma_cycles, tile_of
@@ -205,27 +204,6 @@ class TestOnCompiledKernels:
         assert any(unfenced(without(ptx, r"^\s*fence\.proxy\.async", number)) for number in range(fences))
         assert unfenced(re.sub(r"fence\.proxy\.async[^;]*;", "", ptx)) == ptx.count("wgmma.mma_async")
 
-    def test_a_wait_taken_away_leaves_registers_in_flight(self, kernels):
-        sass = kernels[4].sass
-        waits = sass.count("WARPGROUP.DEPBAR")
-        assert waits > 1
-        assert touched_in_flight(sass) == []
-        for number in range(waits):
-            assert touched_in_flight(without(sass, r"WARPGROUP\.DEPBAR", number))
-
-    def test_a_write_after_a_product_is_reported(self, kernels):
-        """Right behind each product that has an operand in registers, something else is put there."""
-        products = re.findall(r"HGMMA.* R(\d+), R(\d+), gdesc.*;", kernels[4].sass)
-        assert products
-        for number, (accumulator, operand) in enumerate(products):
-            for register in (int(operand) + 3, int(accumulator) + 1):
-                lines = kernels[4].sass.splitlines()
-                place = [at for at, line in enumerate(lines) if re.search(r"HGMMA.* R\d+, R\d+, gdesc", line)][number]
-                lines.insert(place + 1, f"        /*0000*/ MOV R{register}, RZ ;")
-                assert touched_in_flight("\n".join(lines)) == [
-                    f"MOV R{register}, RZ: writes R{register}, which a wgmma in flight has"
-                ]
-
     def test_loops_cost_what_the_formula_says(self, kernels):
         """A score is one exponential and 128 + 128 multiply-adds; twice the warps do the first product twice."""
         (loop,) = loop_figures(*kernels[4], tile=64, warps=4)
@@ -234,55 +212,6 @@ class TestOnCompiledKernels:
         assert (twice.exponentials, twice.mma_cycles) == (2.0, 4096 * (2 * 128 + 128) / 2048)
         assert twice.instructions > 1.5 * loop.instructions
         assert (replication(kernels[4].ttgir), replication(kernels[8].ttgir)) == (1.0, 1.5)
-
-
-# --- registers in flight -------------------------------------------------------------------------------------------
-
-FIRST = "HGMMA.64x64x16.F32.BF16 R24, gdesc[UR8], RZ, !UPT"
-NEXT = "HGMMA.64x64x16.F32.BF16 R24, R88, gdesc[UR8].tnspB, R24, gsb0"
-
-
-@pytest.mark.parametrize(
-    ("lines", "fault"),
-    [
-        ([FIRST, NEXT, "WARPGROUP.DEPBAR.LE gsb0, 0x0", "MOV R24, R88"], ""),
-        ([FIRST, NEXT, "FADD R5, R56, R92"], ""),  # beside both
-        ([FIRST, NEXT, "FADD R5, R6, R91"], ""),  # an operand may be read
-        ([FIRST, NEXT, "STG.E.128 desc[UR4][R88.64], R4"], ""),
-        ([FIRST, NEXT, "FADD R91, R5, R6"], "writes R91"),
-        ([FIRST, NEXT, "FADD R55, R5, R6"], "writes R55"),  # the last of 32 accumulators
-        ([FIRST, NEXT, "FADD R5, R6, R24"], "reads R24"),
-        ([FIRST, NEXT, "LDS.128 R20, [R5]"], ""),
-        ([FIRST, NEXT, "LDS.128 R21, [R5]"], "writes R24"),
-        ([FIRST, NEXT, "LDSM.16.M88.4 R85, [R5]"], "writes R88"),
-        ([FIRST, NEXT, "SHFL.BFLY PT, R90, R5, 0x1, 0x1f"], "writes R90"),
-        ([FIRST, NEXT, "@P0 IMAD.WIDE R86, R5, R6, R8"], ""),
-        ([FIRST, NEXT, "@P0 IMAD.WIDE R87, R5, R6, R8"], "writes R88"),
-        ([FIRST, NEXT, "CS2R R22, SRZ"], ""),
-        ([FIRST, NEXT, "CS2R R54, SRZ"], "writes R54"),
-        ([FIRST, "MOV R30, RZ"], "writes R30"),  # a group that is not ended
-        ([FIRST, NEXT, "HGMMA.64x64x16.F32.BF16 R120, R52, gdesc[UR8], RZ, gsb0"], "reads R52"),
-        ([FIRST, NEXT, "HGMMA.64x32x16.F32.BF16 R72, gdesc[UR8], RZ, gsb0", "MOV R88, RZ"], "writes R88"),
-        ([FIRST, NEXT, "HGMMA.64x32x16.F32.BF16 R72, gdesc[UR8], RZ, gsb0"], ""),  # 16 accumulators
-        ([FIRST, NEXT, "HGMMA.64x32x16.F32.BF16 R73, gdesc[UR8], RZ, gsb0"], "writes R88"),
-        ([NEXT, FIRST.replace("R24", "R120") + ", gsb0", "WARPGROUP.DEPBAR.LE gsb0, 0x1", "MOV R88, R24"], ""),
-        (
-            [NEXT, FIRST.replace("R24", "R120") + ", gsb0", "WARPGROUP.DEPBAR.LE gsb0, 0x1", "MOV R5, R120"],
-            "reads R120",
-        ),
-    ],
-)
-def test_registers_belong_to_a_product_until_it_is_waited_for(lines, fault):
-    found = touched_in_flight("\n".join(f"        /*0010*/                   {line} ;" for line in lines))
-    assert len(found) == bool(fault)
-    assert not fault or f": {fault}, " in found[0]
-
-
-def test_a_product_is_in_flight_around_a_loop():
-    text = f".L_1:\n  MOV R88, RZ ;\n  {NEXT} ;\n{{}}  @P0 BRA `(.L_1) ;\n"
-    assert touched_in_flight(text.format(""))
-    assert touched_in_flight(text.format("  WARPGROUP.DEPBAR.LE gsb0, 0x1 ;\n"))
-    assert not touched_in_flight(text.format("  WARPGROUP.DEPBAR.LE gsb0, 0x0 ;\n"))
 
 
 # --- what loops cost -----------------------------------------------------------------------------------------------

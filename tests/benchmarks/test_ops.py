@@ -143,11 +143,11 @@ def test_the_truth_of_the_loss_is_the_same_by_chunks(smoothing, monkeypatch):
 
 
 def test_feed_forward_work_is_counted_by_hand():
-    counted = bench_feed_forward.work(FeedForwardShape(2, 3, 5))["both"]
+    counted = bench_feed_forward.work(FeedForwardShape(2, 3, 5), "both")
     assert counted.operations == 3 * (2 * 2 * 3 * 5 * 2)
     # x, y, both weights; x, dy, dx, both weights and their gradients: 2 bytes each.
     assert counted.bytes == 2 * ((2 * 6 + 30) + (3 * 6 + 2 * 30))
-    assert bench_feed_forward.work(FeedForwardShape(2, 3, 5, "swiglu"))["forward"].operations == 2 * 2 * 3 * 5 * 3
+    assert bench_feed_forward.work(FeedForwardShape(2, 3, 5, "swiglu"), "forward").operations == 2 * 2 * 3 * 5 * 3
 
 
 LOSS = {"fused_linear_cross_entropy": (range(3), {"label_smoothing": 0.1, "accum_dtype": torch.float32})}

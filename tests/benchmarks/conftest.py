@@ -1,8 +1,19 @@
 """What tests of the benchmarks' commands share."""
 
+import subprocess
+
 import pytest
 
 from benchmarks.harness.environment import COMMIT
+from tests.support.codegen import run
+
+
+@pytest.fixture(scope="session")
+def faults(tmp_path_factory) -> subprocess.CompletedProcess[str]:
+    """The output of codegen on `codegen_faults`, with what ptxas says; `--budget` lies in Triton's cache."""
+    folder = str(tmp_path_factory.mktemp("codegen"))
+    arguments = ["--cases", "codegen_faults", "--arch", "90", "--update", "--budget", f"{folder}/budget.json"]
+    return run(*arguments, TRITON_CACHE_DIR=folder, TRITON_DUMP_PTXAS_LOG="1")
 
 
 @pytest.fixture(autouse=True)

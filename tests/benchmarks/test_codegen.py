@@ -6,7 +6,6 @@ import importlib.metadata
 import json
 import re
 import shutil
-import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -21,14 +20,6 @@ from tests.support.codegen import FAULTS, needs_triton, run, tool
 from tests.support.python import ROOT, python
 
 # --- what it finds in kernels with one fault each ------------------------------------------------------------------
-
-
-@pytest.fixture(scope="module")
-def faults(tmp_path_factory) -> subprocess.CompletedProcess[str]:
-    """The tool's output on tests/benchmarks/codegen_faults, with what ptxas says."""
-    folder = str(tmp_path_factory.mktemp("codegen"))
-    arguments = ["--cases", "codegen_faults", "--arch", "90", "--update", "--budget", f"{folder}/budget.json"]
-    return run(*arguments, TRITON_CACHE_DIR=folder, TRITON_DUMP_PTXAS_LOG="1")
 
 
 @needs_triton

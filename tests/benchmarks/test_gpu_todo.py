@@ -1,7 +1,10 @@
 """The commands of benchmarks/GPU_TODO.md: what they choose exists, and their options are known."""
 
 import re
+from contextlib import redirect_stdout
 from functools import cache
+from importlib import import_module
+from io import StringIO
 
 import pytest
 from _pytest.mark.expression import Expression
@@ -17,10 +20,17 @@ pytestmark = pytest.mark.slow
 
 
 @cache
-def help_of(*command: str) -> str:
-    ran = python("-m", *command, "--help")
+def pytest_help(folder: str) -> str:
+    ran = python("-m", "pytest", folder, "--help")
     assert ran.returncode == 0, ran.stderr
     return ran.stdout
+
+
+def module_help(module: str) -> str:
+    program = import_module(f"{module}.__main__" if (ROOT / module.replace(".", "/")).is_dir() else module)
+    with redirect_stdout(StringIO()) as printed, pytest.raises(SystemExit, match="0"):
+        program.main(["--help"])
+    return printed.getvalue()
 
 
 @pytest.fixture(scope="module")
@@ -50,8 +60,8 @@ def test_files_exist(pattern):
 def test_options_are_known(command):
     program, *words = command.split()
     if program == "python":
-        help_text = help_of(words[1])
+        help_text = module_help(words[1])
     else:
-        help_text = help_of("pytest", "benchmarks" if "benchmarks" in words else "tests")
+        help_text = pytest_help("benchmarks" if "benchmarks" in words else "tests")
     for option in (word for word in words if word.startswith("--")):
         assert re.search(rf"(?<![\w-]){option}(?![\w-])", help_text), option

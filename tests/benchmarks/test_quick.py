@@ -13,36 +13,50 @@ from benchmarks import (
     bench_language,
     bench_modules,
     bench_packing,
+    conftest,
 )
 from benchmarks.competitors import generators, tutorials
 from tests.benchmarks.races import broken, make_race, pytest_benchmarks
-from tests.support.python import ROOT
 
-FILES = {path.name for path in (ROOT / "benchmarks").glob("bench_*.py")}
 WITHOUT_A_GPU_TORCHS_OWN = {"bench_layer_norm.py"}  # there the reference calls F.layer_norm and F.rms_norm
-
-
-def collected(*arguments: str, **environment: str) -> list[str]:
-    done = pytest_benchmarks("--collect-only", "benchmarks", *arguments, **environment)
-    assert done.returncode == 0, done.stdout + done.stderr
-    return [line.removeprefix("benchmarks/") for line in done.stdout.splitlines() if "::" in line]  # pyproject has -q
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 @pytest.mark.slow
 def test_every_file_that_says_something_of_a_cpu_has_a_quick_case_there():
-    cases = collected("-k", "quick", "-m", "cpu or not gpu")
-    assert {case.partition("::")[0] for case in cases} == FILES - WITHOUT_A_GPU_TORCHS_OWN
+    found = pytest_benchmarks("--collect-only", "benchmarks", "-k", "quick", "-m", "cpu or not gpu")
+    assert found.returncode == 0, found.stdout + found.stderr
+    cases = [line.removeprefix("benchmarks/") for line in found.stdout.splitlines() if "::" in line]
+    files = {path.name for path in conftest.HERE.glob("bench_*.py")}
+    assert {case.partition("::")[0] for case in cases} == files - WITHOUT_A_GPU_TORCHS_OWN
 
 
-@pytest.mark.slow
-def test_a_gpu_has_its_own_shapes_and_the_usual_ones_too():
-    cases = collected("-k", "quick", "--dry-run", TRITON_INTERPRET="1")
-    assert {case.partition("::")[0] for case in cases} == FILES
-    small = ("quick-cpu", "512x256x8000", "[quick-tutorial", "[torch.nn-quick-fp32", "[tutorial-quick", "[quick-whole")
-    assert not [case for case in cases if any(name in case for name in small)]
-    assert [case for case in cases if "bench_decoding[usual-tutorial-1-128]" in case]
-    assert not [case for case in cases if "[full-" in case]
+class Item:
+    """A case of a benchmark, as pytest has it."""
+
+    path = conftest.HERE / "bench_thing.py"
+
+    def __init__(self, size, *marks):
+        self.callspec, self.marks, self.added = SimpleNamespace(params={"size": size}), marks, []
+        self.extra_keyword_matches = set()
+
+    def get_closest_marker(self, name):
+        return name if name in self.marks else None
+
+    def add_marker(self, mark):
+        self.added.append(mark.mark.name)
+
+
+@pytest.mark.parametrize("gpu", [True, False])
+def test_each_device_has_its_own_shapes_and_a_gpu_the_usual_ones_as_quick(gpu, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: gpu)
+    items = cpu, for_gpu, usual, full = Item("quick", "cpu", "gpu"), Item("quick", "gpu"), Item("usual"), Item("full")
+    left = list(items)
+    hook = SimpleNamespace(pytest_deselected=lambda items: None)
+    conftest.pytest_collection_modifyitems(SimpleNamespace(getoption=lambda name: False, hook=hook), left)
+    assert left == [item for item in items if not (gpu and item is cpu)]
+    assert [item for item in items if "skip" in item.added] == ([] if gpu else [for_gpu, full])
+    assert [item for item in items if item.extra_keyword_matches == {"quick"}] == ([usual] if gpu else [])
 
 
 @pytest.fixture

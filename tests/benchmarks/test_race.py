@@ -10,11 +10,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from benchmarks.conftest import pytest_configure
+from benchmarks.competitors import known
+from benchmarks.conftest import pytest_configure, pytest_terminal_summary
 from benchmarks.harness.clock import Work, saved_for_backward
 from benchmarks.harness.race import Contender, Op, Race
 from benchmarks.harness.record import Record
-from tests.benchmarks.races import broken, make_race, pytest_benchmarks
+from tests.benchmarks.races import broken, make_race
 
 
 @pytest.fixture
@@ -174,9 +175,6 @@ def test_rows_are_written_when_they_exist(race, tmp_path):
     assert lines[1]["row"]["case"] == "a case, forward and backward"
 
 
-LAYER_NORM = ("benchmarks/bench_layer_norm.py", "--benchmark-only")
-
-
 @pytest.mark.parametrize(
     ("option", "message"),
     [
@@ -191,13 +189,13 @@ def test_bad_options_are_named_before_anything_is_measured(option, message, monk
         pytest_configure(SimpleNamespace(getoption=option.get))
 
 
-@pytest.mark.slow
-@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 def test_without_a_gpu_one_line_says_what_was_skipped():
-    """Of two ops in three directions; what -k leaves out is not skipped."""
-    done = pytest_benchmarks(*LAYER_NORM, "-k", "quick and eager")
-    assert done.returncode == 0
-    assert "\n6 cases need a CUDA device and were skipped" in done.stdout
+    reasons = [known.NEEDS_GPU, f"liger: {known.NEEDS_GPU}", "quack is not installed"]
+    skipped = [SimpleNamespace(longrepr=("file", 1, f"Skipped: {reason}")) for reason in reasons]
+    lines = []
+    reporter = SimpleNamespace(write_line=lines.append, stats={"skipped": skipped})
+    pytest_terminal_summary(reporter, SimpleNamespace(stash={}))
+    assert lines == ["2 cases need a CUDA device and were skipped"]
 
 
 @pytest.mark.parametrize("fails", [False, True])

@@ -30,7 +30,7 @@ from benchmarks.harness import environment
 ROOT = Path(__file__).resolve().parents[1]
 GRACE = 5.0  # seconds between interrupting a step and killing it
 TESTS = {
-    "gpu-tests": ("gpu/test_*.py", "test_transfers.py"),
+    "gpu-tests": ("gpu/test_*.py", "test_devices.py"),
     "fused-tests": ("test_fused_*.py",),
     "further-tests": ("test_attention_distances.py", "test_value_head_size.py", "test_tf32.py"),
 }

@@ -64,8 +64,8 @@ def test_cached_is_uncached_at_every_step(variant):
     follow(LanguageState(model, PROMPTS, 7), Uncached(model, PROMPTS, 7), 25, 1e-10)
 
 
-@pytest.mark.parametrize("context", [1, 2, 3, 4, 70])
-@pytest.mark.parametrize("prompts", [PROMPTS, [[2, 5, 9], [2, 8, 8], [2, 4, 4]], [[2]]], ids=["ragged", "equal", "one"])
+@pytest.mark.parametrize("context", [1, 3, 70])
+@pytest.mark.parametrize("prompts", [PROMPTS, [[2, 5, 9], [2, 8, 8], [2, 4, 4]]], ids=["ragged", "equal"])
 @torch.no_grad()
 def test_any_context(context, prompts):
     """Contexts of one token and of more than the first capacity of the cache; rows that are all equally long."""
@@ -88,10 +88,9 @@ def test_a_long_text_needs_no_more_memory_than_its_context():
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("context", [2**40, 2**62, 10**30])
-def test_a_long_context_takes_no_memory_before_there_is_a_text(context):
-    """It stands in a run's config.toml, which may be a stranger's; a row took 8 bytes for each token of it."""
-    state = LanguageState(random_model(1).eval(), PROMPTS, context)
+def test_a_long_context_takes_no_memory_before_there_is_a_text():
+    """The context is in config.toml, which is untrusted."""
+    state = LanguageState(random_model(1).eval(), PROMPTS, 2**62)
     for ids in random_tokens(len(PROMPTS), 20):
         state.step(ids)
     state.keep(torch.tensor([0, 2]))

@@ -29,6 +29,9 @@ from fastformer.apps.language.sampling import SamplingOptions
 from fastformer.apps.runs.folder import read_kind
 from fastformer.apps.text import ColumnBatches, WordTokenizer, write_lines
 from fastformer.apps.train import TrainConfig
+from fastformer.apps.train.trainer import Result
+from tests.support.language_task import random_batch, random_model
+from tests.support.run_folders import save_run
 
 MODEL = {"d_model": 16, "heads": 2, "layers": 1, "feed_forward": 32, "dropout": 0.1}
 TRAIN = TrainConfig(steps=4, warmup_steps=2, validate_every=2, batch_tokens=64, threads=1, schedule="constant", lr=0.01)
@@ -36,12 +39,16 @@ ANIMALS = ("cat", "dog", "cow", "hen", "owl")
 LINES = [f"the {a} sees the {b} and the {c}" for a in ANIMALS for b in ANIMALS for c in ANIMALS if len({a, b, c}) == 3]
 
 
+def text_files(folder: Path) -> LanguageDataConfig:
+    for name, lines in (("train", LINES[:40]), ("valid", LINES[40:50]), ("test", [*LINES[50:], "the unicorn"])):
+        write_lines(folder / f"{name}.txt", lines)
+    files = {f"{name}_text": folder / f"{name}.txt" for name in ("train", "valid", "test")}
+    return LanguageDataConfig(**files, tokenizer="words", context=6)  # type: ignore[arg-type]
+
+
 @pytest.fixture
 def data(tmp_path: Path) -> LanguageDataConfig:
-    for name, lines in (("train", LINES[:40]), ("valid", LINES[40:50]), ("test", [*LINES[50:], "the unicorn"])):
-        write_lines(tmp_path / f"{name}.txt", lines)
-    files = {f"{name}_text": tmp_path / f"{name}.txt" for name in ("train", "valid", "test")}
-    return LanguageDataConfig(**files, tokenizer="words", context=6)  # type: ignore[arg-type]
+    return text_files(tmp_path)
 
 
 @torch.no_grad()
@@ -61,45 +68,37 @@ def naive_perplexity(model: LanguageModel, tokenizer: WordTokenizer, lines: list
     return math.exp(sum(window_nats(model, ids, context) for ids in texts) / sum(len(ids) - 1 for ids in texts))
 
 
-def test_train_evaluate_generate(tmp_path: Path, data: LanguageDataConfig) -> None:
-    run = LanguageRun.create(tmp_path / "run", data, MODEL, TRAIN)
-    result = run.fit(show=False)
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> tuple[LanguageRun, Result]:
+    folder = tmp_path_factory.mktemp("language")
+    run = LanguageRun.create(folder / "run", text_files(folder), MODEL, TRAIN)
+    return run, run.fit(show=False)
+
+
+def test_train_evaluate_generate(trained: tuple[LanguageRun, Result]) -> None:
+    run, result = trained
     assert result.step == 4
     assert result.metrics["perplexity"] == pytest.approx(math.exp(result.metrics["loss"]))
-    assert read_kind(tmp_path / "run") == "language"
-    corpus, found = evaluate_text(tmp_path / "run")
-    generator = load_generator(tmp_path / "run")
+    assert read_kind(run.folder) == "language"
+    corpus, found = evaluate_text(run.folder)
+    generator = load_generator(run.folder)
     model, tokenizer = generator.model, generator.tokenizer
     assert isinstance(tokenizer, WordTokenizer)
     assert found.per_token == pytest.approx(naive_perplexity(model, tokenizer, corpus.lines, 6), rel=1e-5)
     assert found.tokens == found.words == corpus.words == sum(len(line.split()) + 1 for line in corpus.lines)
     assert found.unknown == 1
-    texts = load_generator(tmp_path / "run").generate(["the cat"], SamplingOptions(seed=1))
-    assert len(texts) == 1
+    assert len(generator.generate(["the cat"], SamplingOptions(seed=1))) == 1
     # The loss reported in training is that of the weights on disk.
-    assert evaluate_text(tmp_path / "run", "valid")[1].per_token == pytest.approx(math.exp(result.best_value or 0.0))
-
-
-def test_it_learns_what_only_attention_knows(tmp_path: Path) -> None:
-    """The last word repeats the first: a model of the last few words alone stays at one in five."""
-    lines = [f"{a} then {b} again {a}" for a in ANIMALS for b in ANIMALS]
-    write_lines(tmp_path / "t.txt", lines)
-    files = {f"{name}_text": tmp_path / "t.txt" for name in ("train", "valid", "test")}
-    data = LanguageDataConfig(**files, tokenizer="words", context=16)  # type: ignore[arg-type]
-    train = replace(TRAIN, steps=150, validate_every=150, label_smoothing=0.0, batch_tokens=160)
-    run = LanguageRun.create(tmp_path / "run", data, {**MODEL, "dropout": 0.0, "layers": 2}, train)
-    run.fit(show=False)
-    _, found = evaluate_text(tmp_path / "run")
-    # Of six tokens two are drawn from five words; the others follow.
-    assert found.nats / found.tokens == pytest.approx(2 * math.log(5) / 6, rel=0.05)
-    options = SamplingOptions(temperature=0.0)
-    assert load_generator(tmp_path / "run").generate(["owl then hen again"], options) == [" owl"]
+    assert evaluate_text(run.folder, "valid")[1].per_token == pytest.approx(math.exp(result.best_value or 0.0))
+    # Nothing is pickled but tensors and plain values.
+    for path in run.folder.rglob("*.pt"):
+        torch.load(path, weights_only=True)
 
 
 @pytest.mark.parametrize("embeddings", ["tied", "separate"])
 def test_tied_is_honoured_through_the_checkpoint(tmp_path: Path, data: LanguageDataConfig, embeddings: str) -> None:
-    run = LanguageRun.create(tmp_path / "run", data, {**MODEL, "embeddings": embeddings}, TRAIN)
-    run.fit(show=False)
+    train = replace(TRAIN, steps=1, validate_every=1)
+    LanguageRun.create(tmp_path / "run", data, {**MODEL, "embeddings": embeddings}, train).fit(show=False)
     model = load_generator(tmp_path / "run").model
     assert (model.output.weight is model.embedding.tokens.weight) == (embeddings == "tied")
     assert torch.equal(model.output.weight, model.embedding.tokens.weight) == (embeddings == "tied")
@@ -115,17 +114,13 @@ def test_the_window_is_honoured_in_columns(tmp_path: Path, data: LanguageDataCon
     assert sum(batch.tokens for batch in batches.epoch(0)) == 5 * (rows - 1)
 
 
-def test_a_text_of_a_stream_model_begins_like_a_line(tmp_path: Path, data: LanguageDataConfig) -> None:
-    model = {**MODEL, "embeddings": "separate"}
-    LanguageRun.create(tmp_path / "run", replace(data, stream="columns", columns=5), model, TRAIN).fit(show=False)
-    generator = load_generator(tmp_path / "run")
-    options = SamplingOptions(seed=3, max_new_tokens=5)
-    before = generator.generate(["the cat"] * 8, options)
-    weight, tokenizer = generator.model.embedding.tokens.weight, generator.tokenizer
-    for token, same in ((tokenizer.bos_id, True), (tokenizer.eos_id, False)):  # bos was never read in training
-        with torch.no_grad():
-            weight[token] = torch.randn(16, generator=torch.Generator().manual_seed(1)) * 100.0
-        assert (generator.generate(["the cat"] * 8, options) == before) == same
+def test_a_text_of_a_stream_model_begins_like_a_line(tmp_path: Path) -> None:
+    """With eos: a stream has no bos."""
+    tokenizer = WordTokenizer.from_lines(LINES)
+    model = LanguageModel(LanguageConfig(tokenizer.size, d_model=8, heads=2, layers=1, feed_forward=8))
+    for stream, first in (("columns", tokenizer.eos_id), ("documents", tokenizer.bos_id)):
+        save_run(tmp_path / stream, model, tokenizer, context=9, stream=stream)
+        assert load_generator(tmp_path / stream).encode(["the cat"]) == [[first, *tokenizer.encode("the cat")]]
 
 
 def test_the_test_text_is_scored_with_the_best_weights(tmp_path: Path, data: LanguageDataConfig) -> None:
@@ -151,11 +146,10 @@ def test_a_resumed_run_equals_the_uninterrupted_one(tmp_path: Path, data: Langua
     assert all(torch.equal(one[name], two[name]) for name in one)
 
 
-@pytest.mark.parametrize("tokenizer", ["bpe", "unigram"])
-def test_subwords_have_a_perplexity_per_word(tmp_path: Path, data: LanguageDataConfig, tokenizer: str) -> None:
-    run = LanguageRun.create(tmp_path / "run", replace(data, tokenizer=tokenizer, vocabulary=30), MODEL, TRAIN)
-    assert {"loss", "perplexity", "word_perplexity"} <= run.fit(show=False).metrics.keys()
-    corpus, found = evaluate_text(tmp_path / "run")
+def test_subwords_have_a_perplexity_per_word(tmp_path: Path, data: LanguageDataConfig) -> None:
+    run = LanguageRun(tmp_path, replace(data, tokenizer="bpe", vocabulary=30), MODEL, TRAIN)
+    corpus = run.corpora["test"]
+    found = perplexity(run.new_model().eval(), corpus, run.tokenizer, 6, "documents")
     assert found.words == corpus.words < found.tokens
     assert found.per_word == pytest.approx(math.exp(found.nats / corpus.words))
     assert "per word" in str(found)
@@ -185,13 +179,6 @@ def test_perplexity_of_a_stream_is_that_of_a_plain_loop(
     assert found.tokens == found.words == len(ids) - 1
 
 
-def test_nothing_of_a_run_is_pickled_modules(tmp_path: Path, data: LanguageDataConfig) -> None:
-    LanguageRun.create(tmp_path / "run", data, MODEL, TRAIN).fit(show=False)
-    for path in (tmp_path / "run").rglob("*.pt"):
-        torch.load(path, weights_only=True)  # raises on anything but tensors and plain values
-    assert list((tmp_path / "run").rglob("model.safetensors"))
-
-
 @pytest.mark.parametrize("recipe", sorted((Path(__file__).parents[3] / "recipes").glob("wikitext2-*.toml")))
 def test_recipes_can_be_read(recipe: Path) -> None:
     settings = LANGUAGE.read_settings(recipe)
@@ -202,3 +189,33 @@ def test_recipes_can_be_read(recipe: Path) -> None:
     assert train.label_smoothing == 0.0
     sizes: dict[str, Any] = {"vocabulary": 33_280, **settings["model"]}
     assert LanguageConfig(**sizes).vocabulary == 33_280
+
+
+RATES = {"dropout": 0.0, "embedding_dropout": 0.0, "attention_dropout": 0.0, "output_dropout": 0.0}
+
+
+@pytest.mark.parametrize(
+    ("rates", "expected"),
+    [
+        (RATES, (0.0, 0.0, 0.0)),
+        ({"dropout": 0.3}, (0.3, 0.3, 0.0)),
+        ({"dropout": 0.4, "embedding_dropout": 0.1, "attention_dropout": 0.2, "output_dropout": 0.6}, (0.1, 0.2, 0.6)),
+    ],
+)
+def test_each_rate_of_dropout_is_that_of_its_place(rates: dict[str, float], expected: tuple[float, ...]) -> None:
+    """Shares of zeros in embeddings, attention weights and hidden states; none in evaluation mode."""
+    model = random_model(d_model=48, **rates).train()
+    batch = random_batch([100])
+    seen = ~torch.ones(100, 100, dtype=torch.bool).triu(1)
+
+    def zeros() -> tuple[float, ...]:
+        embedded = model.embedding(batch.ids_in, torch.arange(100), 100)
+        places = embedded, model.attention_maps(batch.ids_in)[..., seen], model(batch.ids_in, batch.lengths)
+        return tuple(float((x == 0).float().mean()) for x in places)
+
+    torch.manual_seed(0)
+    assert zeros() == tuple(pytest.approx(rate, abs=0.03) if rate else 0.0 for rate in expected)
+    for layer in model.decoder.layers:
+        assert {layer.dropout.p, layer.dropout1.p, layer.dropout2.p} == {rates["dropout"]}
+    model.eval()
+    assert zeros() == (0.0, 0.0, 0.0)

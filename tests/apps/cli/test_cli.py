@@ -23,6 +23,7 @@ from fastformer.apps.cli.options import int_or_text
 from fastformer.apps.system.waiting import waiting
 from fastformer.apps.translation.run import load_translator
 from tests.support.command_line import fastformer
+from tests.support.train_task import config, trainer
 
 TRAIN = (
     "train --valid-size 8 --test-size 8 --train-size 200 --vocabulary 60 --no-joint --d-model 16 --heads 2 "
@@ -230,3 +231,43 @@ def test_options_decide_the_text_that_is_generated(runs: Path) -> None:
     assert single.count("\n") > 1
     assert both.startswith(single + "w2")
     assert both.endswith("\n\n")
+
+
+class Broken:
+    """A stream whose writes fail after the first `good`."""
+
+    def __init__(self, error: Exception, good: int) -> None:
+        self.error, self.good, self.asked = error, good, 0
+
+    def write(self, text: str) -> int:
+        self.asked += 1
+        if self.asked > self.good:
+            raise self.error
+        return len(text)
+
+    def flush(self) -> None:
+        if self.asked > self.good:
+            raise self.error
+
+    def isatty(self) -> bool:
+        return False
+
+
+@pytest.mark.parametrize("error", [OSError(28, "full"), ValueError("closed")], ids=repr)
+def test_a_broken_stream_ends_the_output_and_no_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: Exception
+) -> None:
+    stream = Broken(error, good=3)
+    monkeypatch.setattr(sys, "stderr", stream)
+    assert trainer(tmp_path, config(), show=True).fit().reason == "steps"
+    assert stream.asked == 4
+
+
+def test_ctrl_c_shows_no_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupted() -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(sys.modules["fastformer.apps.cli"], "app", interrupted)
+    with pytest.raises(SystemExit) as raised:
+        main()
+    assert raised.value.code == 130

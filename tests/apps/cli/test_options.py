@@ -66,7 +66,8 @@ BATCHES: dict[str, dict[str, Settings]] = {
         "columns": {"data": {"stream": "columns", "columns": 3}},
     },
 }
-COMBINATIONS = [(app, data, batch) for app in RUNS for data in DATA[app] for batch in BATCHES[app]]
+# Each kind of data with one kind of batches, in turn.
+COMBINATIONS = [(app, data, batch) for app in RUNS for data, batch in zip(DATA[app], 2 * [*BATCHES[app]], strict=True)]
 
 
 @pytest.fixture(scope="module", autouse=True)

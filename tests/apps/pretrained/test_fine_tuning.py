@@ -80,7 +80,7 @@ def run(folder: Path, tmp_path_factory: Any) -> Path:
         for part in ("train", "valid", "test")
         for side, language in (("source", "en"), ("target", "fr"))
     ]
-    settings = "--device cpu --steps 400 --batch-tokens 600 --lr 5e-3 --warmup-steps 10 --validate-every 200"
+    settings = "--device cpu --steps 240 --batch-tokens 600 --lr 5e-3 --warmup-steps 10 --validate-every 120"
     command = f"train --from {folder} --run {place}/run {' '.join(files)} {settings} --bleu-sentences 0"
     ended = CliRunner().invoke(app, command.split())
     assert ended.exit_code == 0, ended.output
@@ -121,9 +121,9 @@ def test_the_first_step_is_of_the_models_weights(run: Path, folder: Path, tmp_pa
 
 def test_the_run_goes_on_and_is_evaluated(run: Path) -> None:
     steps = len(read_metrics(run))
-    resumed = CliRunner().invoke(app, f"train --run {run} --resume --steps 410 --device cpu".split())
+    resumed = CliRunner().invoke(app, f"train --run {run} --resume --steps 244 --device cpu".split())
     assert resumed.exit_code == 0, resumed.output
-    assert "ended after 410 steps" in resumed.output
+    assert "ended after 244 steps" in resumed.output
     assert len(read_metrics(run)) > steps
     scored = CliRunner().invoke(app, f"evaluate --run {run} --beam 2 --device cpu".split())
     assert scored.exit_code == 0, scored.output

@@ -2,8 +2,7 @@
 
 torch casts a parameter at its first matrix product, and its gradient in backward: a kernel each, 266 in a
 step of 6+6 layers. Within `cast_together` one op casts all parameters, and one all their gradients: some 8 launches.
-Numbers are equal to torch's: gradients of a parameter that is used twice are added in 16 bits, as with torch's cached
-casts.
+As with torch's cached casts, gradients of a parameter that is used twice are added in 16 bits.
 """
 
 from collections.abc import Iterator, Sequence

@@ -41,18 +41,11 @@ def check_tensors(
         _refuse(names, (first, *others, *optional), 1 + len(others))
 
 
-def check_types(names: tuple[str, ...], *tensors: object) -> None:
-    """Raise TypeError unless all are tensors; their devices may differ, because hooks may move them."""
+def check_types(names: tuple[str, ...], *tensors: object, optional: bool = False) -> None:
+    """Raise TypeError unless all are tensors, or None if optional; devices may differ, because hooks may move them."""
     for name, x in zip(names, tensors, strict=True):
-        if not isinstance(x, Tensor):
+        if not (isinstance(x, Tensor) or (optional and x is None)):
             raise TypeError(f"{name} must be a Tensor, not {type(x).__name__}")
-
-
-def check_masks(names: tuple[str, ...], *masks: object) -> None:
-    """Raise TypeError unless each mask is a tensor or None; devices may differ."""
-    for name, mask in zip(names, masks, strict=True):
-        if mask is not None and not isinstance(mask, Tensor):
-            check_types((name,), mask)
 
 
 def _refuse(names: tuple[str, ...], tensors: Sequence[object], required: int) -> NoReturn:

@@ -1,8 +1,7 @@
 """Key and value caches of decoders: `cache = decoder.new_cache(memory)`, then `decoder.step(x, cache)`.
 
-A step reads one token a row, a chunk, or prompts of different lengths: it runs each layer's `compose` with attention
-callables that read the cache. Cache tensors are created outside inference mode, so that steps inside and outside of it
-can use the same cache.
+A step reads one token a row, a chunk, or prompts of different lengths. Tensors of a cache are created outside inference
+mode, so that steps inside and outside of it can use the same cache.
 
 Letters: B sentences, N hypotheses a sentence, R = B * N rows, t new tokens a row, T of all rows, H heads, S positions,
 K head size, D model width.
@@ -252,14 +251,9 @@ class KVCache:
 class StaticKVCache(KVCache):
     """Keys and values for R rows of at most `capacity` tokens.
 
-    A step of one token a row runs the same operations on the same tensors each time, so a CUDA graph can capture it.
-    Other steps, `reorder`, `keep`, `crop` and `grow` cannot be captured; `keep` and `grow` replace the tensors.
-
-    Attention reads the whole capacity and gets the filled lengths as a tensor. The kernels skip unfilled positions.
-    Plain PyTorch computes them with weight 0, so on a CPU this costs more than `KVCache`.
-
-    Attributes:
-        lengths: int64 `[R]`, on the device; replayed graphs update it.
+    A CUDA graph can capture a step of one token a row, but no other step, nor `reorder`, `keep`, `crop` and `grow`;
+    `keep` and `grow` replace the tensors. Attention gets the lengths as a tensor on the device, which replayed graphs
+    update. The kernels skip unfilled positions; plain PyTorch computes them, so this costs more than `KVCache`.
     """
 
     @torch.inference_mode(False)

@@ -3,8 +3,8 @@
 `pack_weights` copies large fp32 weights into oneDNN's blocks: 4 to 128 rows then take a third to nine tenths of MKL's
 time on an AMD CPU. Small weights are stored by columns, which products with one row also read where D > K.
 
-`one_token` runs an unmodified layer as its `compose` does, by a few of torch's ops without the checks of masks, modes
-and backends, which take a seventh of the time (6 layers of width 512).
+`one_token` runs an unmodified layer as its `compose` does, by a few of torch's ops without the checks that take a
+seventh of the time (6 layers of width 512).
 
 Letters: M or R rows, D model width or outputs, H heads of queries, Hkv of keys and values, K head size or inputs.
 """
@@ -29,9 +29,8 @@ from fastformer.nn.rotary import Positions
 
 # The op that torch.compile uses for linear layers with frozen weights.
 _BLOCKS = hasattr(torch.ops.mkldnn, "_linear_pointwise")
-# Rows that weights are packed for and inputs padded to, because oneDNN is slower with fewer. Times in us for weights of
-# 512 x 512 and 512 x 2048, by MKL by columns, by oneDNN, by oneDNN padded: 1 row 114, 86, 91 and 402, 322, 243; 3 rows
-# by oneDNN 115 and 261, 4 rows 105 and 231.
+# Rows that weights are packed for and inputs padded to, because oneDNN is slower with fewer: weights of 512 x 2048 with
+# 1 row took 322 us, padded 243 (by MKL 402).
 _MIN_ROWS = 4
 # Elements of a packed weight: a call of oneDNN takes 20 us more, and the first call with each number of rows 650 us.
 _MIN_PACKED_SIZE = 1 << 18
@@ -41,10 +40,9 @@ _MAX_SLICES = 8  # cached slices of a weight: attention reads those of queries, 
 def pack_weights(model: nn.Module) -> None:
     """Pack the weights of a model's linear layers and attention projections, in place, for inference on a CPU.
 
-    Packed are fp32 weights on the CPU, of nn.Linear and fastformer's MultiheadAttention, not of subclasses. Their
-    values do not change. A large weight is stored twice. Operations other than a product in inference see an ordinary
-    parameter, so the model can still be saved, moved and trained. An embedding that shares a weight keeps the original
-    parameter.
+    Packed are fp32 weights on the CPU, of nn.Linear and fastformer's MultiheadAttention, not of subclasses. A large
+    weight is stored twice. The model can still be saved, moved and trained. An embedding that shares a weight keeps the
+    original parameter.
     """
     attentions = [x for x in model.modules() if isinstance(x, nn.MultiheadAttention)]
     unpacked = [x for x in attentions if type(x) is not DROP_INS[nn.MultiheadAttention]]

@@ -20,10 +20,7 @@ from fastformer.packing import Layout, pack, unpack
 
 
 def prefers_mask(q: Tensor) -> bool:
-    """Return whether padding is hidden by one mask for all layers rather than by lengths.
-
-    On a CPU, lengths cost a mask in every layer, and a check for non-finite values behind them, where a cache has 0.
-    """
+    """Return whether one mask hides padding in all layers; on a CPU, lengths cost a mask in every layer."""
     return q.is_cpu and not compiling() and not runs_fused("attention", q)
 
 

@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fastformer import functional
-from fastformer.host.devices import autocasts, check_masks, check_types, product_dtype
+from fastformer.host.devices import autocasts, check_types, product_dtype
 from fastformer.nn.activations import as_function, is_gated
 from fastformer.nn.inspection import plain, plain_parts
 from fastformer.nn.modules import NORMS, activation_name, drop_in, make_norm, runs_as_torch, take_over_children
@@ -286,7 +286,7 @@ class TransformerEncoderLayer(_Layer, nn.TransformerEncoderLayer):
         if callable(run):  # a stack passes it, to run inside the call in which a sharded layer gathers its parameters
             return run(self, src)  # type: ignore[no-any-return]
         check_types(("src",), src)
-        check_masks(("src_mask", "src_key_padding_mask"), src_mask, src_key_padding_mask)
+        check_types(("src_mask", "src_key_padding_mask"), src_mask, src_key_padding_mask, optional=True)
         no_masks = src_mask is None and src_key_padding_mask is None and not is_causal
         if no_masks and runs_as_torch(src):
             out = self._run_torchs_op(src)
@@ -344,7 +344,9 @@ class TransformerDecoderLayer(_Layer, nn.TransformerDecoderLayer):
         if not self.runs_packed:  # a block may take another kind of memory
             return nn.TransformerDecoderLayer.forward(self, tgt, memory, *masks, tgt_is_causal, memory_is_causal)
         check_types(("tgt", "memory"), tgt, memory)
-        check_masks(("tgt_mask", "memory_mask", "tgt_key_padding_mask", "memory_key_padding_mask"), *masks)
+        check_types(
+            ("tgt_mask", "memory_mask", "tgt_key_padding_mask", "memory_key_padding_mask"), *masks, optional=True
+        )
         own_masks = Masks(tgt_mask, tgt_key_padding_mask, tgt_is_causal)
         memory_masks = Masks(memory_mask, memory_key_padding_mask, memory_is_causal)
         return self.compose(tgt, *self.padded_attentions(memory, (own_masks, memory_masks)))

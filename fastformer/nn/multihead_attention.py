@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn.functional import _mha_shape_check  # type: ignore[attr-defined]
 
 from fastformer import functional
-from fastformer.host.devices import check_masks, check_tensors
+from fastformer.host.devices import check_tensors, check_types
 from fastformer.modes import compiling
 from fastformer.nn.inspection import has_own_hooks
 from fastformer.nn.modules import drop_in, runs_as_torch
@@ -58,7 +58,7 @@ class MultiheadAttention(Projections):
             if outputs is not None:
                 return outputs
         check_tensors(("query", "key", "value"), query, (key, value))
-        check_masks(("key_padding_mask", "attn_mask"), key_padding_mask, attn_mask)
+        check_types(("key_padding_mask", "attn_mask"), key_padding_mask, attn_mask, optional=True)
         arguments = query, key, value, key_padding_mask, need_weights, attn_mask, average_attn_weights
         if query.is_nested or key.is_nested:  # torch's encoder hands them to layers of other classes, in inference
             if self.differs:

@@ -66,12 +66,7 @@ def attention_options(options: LayerOptions, cross: bool = False) -> AttentionOp
 
 
 def check_options(options: Any, kind: Any) -> None:
-    """Raise if a keyword is not in `kind`, a TypedDict of this module, or its value is not allowed.
-
-    Raises:
-        TypeError: a keyword is unknown, or a value is of another type.
-        ValueError: a value is out of range.
-    """
+    """Raise TypeError if a keyword is not in `kind`, a TypedDict of this module, ValueError for a wrong value."""
     for name in options:
         if name not in kind.__annotations__:
             raise TypeError(
@@ -86,9 +81,6 @@ def check_options(options: Any, kind: Any) -> None:
         check_value(name, options.get(name, False), bool)
     check_window(options.get("window"))
     check_softcap(options.get("softcap"))
-    rotary = options.get("rotary")
-    if not (rotary is None or isinstance(rotary, Rotary)):
-        raise ValueError(f"rotary must be a fastformer.nn.Rotary or None, not {rotary!r}")
-    bias = options.get("position_bias")
-    if not (bias is None or isinstance(bias, nn.Module)):
-        raise ValueError(f"position_bias must be a module or None, not {bias!r}")
+    for name, wanted in (("rotary", Rotary), ("position_bias", nn.Module)):
+        if not isinstance(value := options.get(name), wanted | None):
+            raise ValueError(f"{name} must be a {wanted.__name__} or None, not {value!r}")

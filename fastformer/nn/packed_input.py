@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.modules.transformer import _detect_is_causal_mask
 
-from fastformer.host.devices import check_masks
+from fastformer.host.devices import check_types
 from fastformer.modes import has_values, readable
 from fastformer.packing import Layout, from_nested, pack, to_nested, unpack
 
@@ -181,7 +181,7 @@ def torchs_form(masks: Masks, x: Tensor, batch_first: bool | None, canonical: bo
     canonical: whether bool masks become additive ones of x's dtype, as in torch's encoder.
     """
     mask, padding = masks.mask, masks.padding
-    check_masks(("mask",), mask)
+    check_types(("mask",), mask, optional=True)
     if canonical:
         other = F._none_or_dtype(mask)
         padding = F._canonical_mask(padding, "src_key_padding_mask", other, "mask", x.dtype)

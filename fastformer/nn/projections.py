@@ -17,7 +17,7 @@ from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 
 from fastformer import functional
 from fastformer.functional.attention.rules import Window
-from fastformer.host.devices import check_masks
+from fastformer.host.devices import check_types
 from fastformer.nn.inspection import has_own_hooks
 from fastformer.nn.modules import RMSNorm
 from fastformer.nn.options import AttentionOptions, check_options
@@ -226,7 +226,7 @@ def _is_mask(mask: Tensor, *shapes: tuple[int, ...]) -> bool:
 
 def check_attn_mask(attn_mask: Tensor, heads: int, layout: Layout, key_layout: Layout) -> None:
     """Raise what torch raises for an attn_mask that does not fit the padded batches of two layouts."""
-    check_masks(("attn_mask",), attn_mask)
+    check_types(("attn_mask",), attn_mask, optional=True)
     if attn_mask.dtype != torch.bool and not attn_mask.is_floating_point():
         raise AssertionError(f"attn_mask must be bool or floating point, not {attn_mask.dtype}")
     columns = layout.columns, key_layout.columns

@@ -1,7 +1,5 @@
 """Rotary positions: the frequencies that rotate the numbers of a head, and the tables that `functional.rotary` reads.
 
-`Rotary` has no state, so that it can be shared, compared and saved as text. Tables are computed when they are needed.
-
 Letters: K head size, R numbers of a head that are rotated, P positions.
 """
 
@@ -33,11 +31,8 @@ class Positions(NamedTuple):
 class Llama3Scaling:
     """Slower rotation of low frequencies only, for longer sequences (Llama 3.1: Grattafiori et al. 2024).
 
-    Attributes:
-        factor: at least 1.
-        low: rotations within the original length up to which a frequency is divided by `factor`.
-        high: rotations within the original length from which on a frequency does not change; above low.
-        original: the sequence length of the training before.
+    Frequencies of at most `low` rotations within the `original` length are divided by `factor`; those of at least
+    `high` rotations do not change.
     """
 
     factor: float = 8.0

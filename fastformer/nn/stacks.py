@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from fastformer.host.devices import check_masks, check_types
+from fastformer.host.devices import check_types
 from fastformer.nn.cache import KVCache, make_cache, without_gaps
 from fastformer.nn.inspection import inspect_stack
 from fastformer.nn.layer_stack import Stack
@@ -48,24 +48,17 @@ class TransformerEncoder(Stack, nn.TransformerEncoder):
         padding_free: bool | None = None,
         need_weights: bool = False,
     ) -> Any:
-        """Run every layer, then the norm; arguments as in the layer.
+        """Run every layer, then the norm; arguments are torch's, and these.
 
         Args:
-            src: a padded batch, or a nested tensor; the output is then nested, with layout torch.jagged.
-            mask: as src_mask of the layer.
-            src_key_padding_mask: as in the layer.
+            src: may also be a nested tensor; the output is then nested, with layout torch.jagged.
             is_causal: states that mask is the causal mask, which may then be omitted; None: not stated.
             padding_free: overrides the attribute for this call.
-            need_weights: whether the weights of all layers and heads are also returned; the batch then runs padded.
-
-        Returns:
-            The output, of src's shape; with need_weights, a pair: the output and the weights `[layers, B, H, S, S]`.
-
-        Raises:
-            RuntimeError: need_weights, and a layer or its attention has hooks or another class.
+            need_weights: whether the weights of all layers and heads, `[layers, B, H, S, S]`, are also returned; the
+                batch then runs padded. Raises RuntimeError if a layer or its attention has hooks or another class.
         """
         check_types(("src",), src)
-        check_masks(("mask", "src_key_padding_mask"), mask, src_key_padding_mask)
+        check_types(("mask", "src_key_padding_mask"), mask, src_key_padding_mask, optional=True)
         masks = (Masks(mask, src_key_padding_mask, is_causal),)
         return self.run(src, None, masks, padding_free, need_weights)
 
@@ -83,11 +76,10 @@ class TransformerEncoder(Stack, nn.TransformerEncoder):
         Args:
             rows: R.
             longest: the most tokens that a row may read, and the largest capacity.
-            capacity: a fixed capacity in tokens, at fixed addresses, as CUDA graphs need
-                (`StaticKVCache`). It also limits the tokens of a row; `longest` must then be None.
+            capacity: a fixed capacity in tokens, at fixed addresses, as CUDA graphs need (`StaticKVCache`), in place of
+                `longest`.
 
         Raises:
-            ValueError: a number is out of range, or both longest and capacity are given.
             RuntimeError: a layer or attention has hooks or another class, or a module may look at several positions.
         """
         return make_cache(self, rows, longest=longest, capacity=capacity)
@@ -125,21 +117,10 @@ class TransformerDecoder(Stack, nn.TransformerDecoder):
         padding_free: bool | None = None,
         need_weights: bool = False,
     ) -> Any:
-        """Run every layer, then the norm; arguments as in the layer.
+        """Run every layer, then the norm; arguments are torch's, and those of the encoder's `forward`.
 
-        Args:
-            tgt, memory: padded batches, or nested tensors; the output is then nested, with layout torch.jagged.
-            tgt_mask, memory_mask, tgt_key_padding_mask, memory_key_padding_mask, memory_is_causal: as in the layer.
-            tgt_is_causal: states that tgt_mask is the causal mask, which may then be omitted; None: not stated.
-            padding_free: overrides the attribute for this call.
-            need_weights: whether the weights of all layers and heads are also returned; the batch then runs padded.
-
-        Returns:
-            The output, of tgt's shape; with need_weights also the weights of self-attention `[layers, B, H, T, T]` and
-            of attention to the memory `[layers, B, H, T, S]`.
-
-        Raises:
-            RuntimeError: as in the encoder.
+        With need_weights, returns the output, the weights of self-attention `[layers, B, H, T, T]`, and those of
+        attention to the memory `[layers, B, H, T, S]`.
         """
         check_types(("tgt",), tgt)
         masks = (
@@ -185,10 +166,9 @@ class TransformerDecoder(Stack, nn.TransformerDecoder):
             longest, capacity: as in the encoder.
 
         Raises:
-            ValueError: the memory does not fit the mask or layout; for longest and capacity as in the encoder.
             RuntimeError: as in the encoder.
         """
-        check_masks(("memory_key_padding_mask",), memory_key_padding_mask)
+        check_types(("memory_key_padding_mask",), memory_key_padding_mask, optional=True)
         if memory_layout is None:
             side: PackedInput | None
             if memory.is_nested:

@@ -111,15 +111,9 @@ class Layout:
     def from_lengths(
         cls, lengths: Tensor | Sequence[int], device: torch.device | str | None = None, columns: int | None = None
     ) -> "Layout":
-        """Build the layout of sequences with these lengths, for tokens on `device` (default: the CPU).
+        """Build the layout of sequences with these lengths `[B]`, for tokens on `device` (default: the CPU).
 
-        Args:
-            lengths: integers `[B]`.
-            device: of the tokens.
-            columns: the length L of a padded batch in which every sequence starts at column 0; the longest if None.
-
-        Raises:
-            TypeError, ValueError: as `lengths_of`; lengths are beyond the row, or add up to more than `MOST_TOKENS`.
+        columns: the length L of a padded batch in which every sequence starts at column 0; the longest if None.
         """
         lengths = lengths_of("lengths", lengths)
         shortest, longest = _range(lengths)
@@ -160,10 +154,9 @@ class Layout:
 
     @classmethod
     def in_place(cls, offsets: Tensor, positions: Tensor, slots: Tensor, max_length: int) -> "Layout":
-        """Build a layout of tensors that hold other sequences at each step, as a CUDA graph needs; as in the class.
+        """Build a layout, for one step, of tensors that hold other sequences at each step, as a CUDA graph needs.
 
-        Build a new layout of the same tensors for each step, because a layout caches values of one step. max_length is
-        an upper bound of the lengths, and the number of columns of the slots.
+        max_length is an upper bound of the lengths, and the number of columns of the slots.
         """
         lengths = torch.empty(offsets.numel() - 1, dtype=torch.int64, device="meta")
         return cls(lengths, offsets, positions, slots, 0, max_length, max_length, slots)

@@ -178,7 +178,7 @@ def test_wrong_options_are_refused_by_name():
         ({"rotary": True}, ValueError, r"rotary must be a fastformer\.nn\.Rotary"),
         ({"norm": "batch"}, ValueError, "norm must be one of layer, rms"),
         ({"qk_norm": 1}, ValueError, "qk_norm must be true or false"),
-        ({"position_bias": "alibi"}, ValueError, "position_bias must be a module"),
+        ({"position_bias": "alibi"}, ValueError, "position_bias must be a Module or None"),
         ({"window": (-1, 0)}, ValueError, "window must be a tuple"),
         ({"softcap": 10**400}, ValueError, "softcap must be a number between"),
         ({"key_heads": 2}, TypeError, "unexpected keyword argument 'key_heads'"),

@@ -26,9 +26,15 @@ def collated(**options: Any) -> dict[str, Any]:
     return {name: x for name, x in results.items() if x is not None}
 
 
-@pytest.mark.parametrize("caches", [{}, {"use_cache": False}, {"attention_mask": torch.ones(1, sum(LENGTHS))}])
 @pytest.mark.parametrize("pack", [False, True])
-@pytest.mark.parametrize("options", [{}, {"return_flash_attn_kwargs": True, "return_seq_idx": True}])
+@pytest.mark.parametrize(
+    ("options", "caches"),
+    [
+        ({}, {}),
+        ({}, {"use_cache": False}),
+        ({"return_flash_attn_kwargs": True, "return_seq_idx": True}, {"attention_mask": torch.ones(1, sum(LENGTHS))}),
+    ],
+)
 @pytest.mark.parametrize("name", ["llama", "mistral", "gemma2"])
 def test_the_collator_of_transformers(name, options, pack, caches, packed_calls):
     """Every attention gets the run of tokens, whether all layers were asked to be packed or not."""

@@ -114,16 +114,13 @@ def test_switching_a_model():
         assert_close(model(**inputs).loss, before, ROUNDINGS)
 
 
-COMPILED = [("attention", name) for name in ("bert", "gpt2", "llama", "mistral", "t5")]
-
-
-@pytest.mark.parametrize(("way", "name"), [*COMPILED, ("layers", "bert"), ("layers", "llama")])
+@pytest.mark.parametrize(
+    ("way", "name"), [("attention", "bert"), ("attention", "mistral"), ("attention", "t5"), ("layers", "llama")]
+)
 def test_compiles_in_one_graph(name, way, packed_calls):
     """Of padded batches."""
     inputs = pairs(name, "right")
     real = inputs["labels"] != -100
-    if name == "gpt2":  # its loss warns, which torch.compile cannot trace
-        del inputs["labels"]
     model = fast(name, way)
     with torch.no_grad():
         expected = model(**inputs).logits

@@ -90,11 +90,6 @@ class Batch(SequenceBatch):
         Side("target_lengths", ("target_in",), ("target_out",)),
     )
 
-    @property
-    def packed(self) -> bool:
-        """Whether the ids are packed, without padding."""
-        return self.source.dim() == 1
-
 
 @dataclass(frozen=True)
 class LanguageBatch(SequenceBatch):

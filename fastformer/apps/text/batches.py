@@ -191,14 +191,9 @@ class SampledBatches(EpochBatches[Batch]):
     The pieces depend on (seed, epoch) only, so that a resumed run sees those of the uninterrupted one: in every process
     with sentencepiece up to 0.2.1, in one process with later versions, of which a warning tells.
 
-    Args:
-        corpus: the training pairs, which are encoded at the beginning of each epoch.
-        source_tokenizer: of sentencepiece, with a model of type bpe or unigram; likewise target_tokenizer.
-        sampling: alpha of `SentencePieceTokenizer.sample_batch`.
-        max_length: of `encode_pairs`, like too_long; a pair is never longer than `tokens`.
-        options: arguments of `Batches`.
-
-    Raises the errors of `encode_pairs` and `Batches`.
+    The tokenizers are of sentencepiece, with models of type bpe or unigram; `sampling` is alpha of
+    `SentencePieceTokenizer.sample_batch`. Other arguments and errors are as of `encode_pairs` and `Batches`; no pair is
+    longer than `tokens`.
     """
 
     def __init__(
@@ -238,15 +233,9 @@ class SampledBatches(EpochBatches[Batch]):
 class LabelledBatches(EpochBatches[LabelledBatch]):
     """The batches of labelled sequences of each epoch, packed, of `size` sequences each (the last may have fewer).
 
-    Args:
-        sequences: N sequences of ids; a sequence may be empty.
-        labels: N sequences of the same lengths, or an integer array `[N]`; the loss ignores -100.
-        size: sequences in a batch.
-        seed: of the order.
-        shuffle: another random order each epoch; False: the order of the sequences, for validation.
-
-    Raises:
-        ValueError: sequences and labels differ in number or length, there are no sequences, or size is below 1.
+    A sequence may be empty. `labels` are sequences of the same lengths, or an integer array `[N]`; the loss ignores
+    -100. `seed` and `shuffle` as of `Batches`. Raises ``ValueError`` if sequences and labels differ in number or
+    length, there are no sequences, or `size` is below 1.
     """
 
     def __init__(

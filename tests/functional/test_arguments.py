@@ -227,7 +227,7 @@ OF_ROTARY: list[Case] = [
 ]
 OF_LOSS: list[Case] = [
     ({"target": ids[:1]}, ValueError, "target must be of shape [2], not [1]"),
-    ({"weight": torch.zeros(5, 3)}, ValueError, "weight must be of shape [V, 4], not [5, 3]"),
+    ({"weight": torch.zeros(5, 3)}, ValueError, "weight must be of shape [V, 4] with V of at least 1, not [5, 3]"),
     ({"weight": x[:0]}, ValueError, "weight must be of shape [V, 4] with V of at least 1, not [0, 4]"),
     ({"bias": torch.zeros(1)}, ValueError, "bias must be of shape [5], not [1]"),
     ({"reduction": "max"}, ValueError, "reduction must be one of mean, sum, none, not 'max'"),

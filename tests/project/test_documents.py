@@ -156,6 +156,9 @@ def run_command(command: list[str], folder: Path) -> None:
             check_options(options, help_of("fastformer", "serve"))
         case "fastformer", ["train", *_]:
             train(arguments, folder)
+        case "fastformer", ["data", name, *_]:  # which the reader has not prepared yet
+            shutil.rmtree(folder / "data" / name, ignore_errors=True)
+            succeed(arguments, folder)
         case "fastformer", _:
             succeed(arguments, folder)
         case "pytest", _:

@@ -126,12 +126,8 @@ CASES = {
 MORE = {
     "LanguageModel, rotary": Case(modern(positions="rotary", window=4, softcap=5.0), ids_arguments, IDS),
     "LanguageModel, relative": Case(modern(positions="relative", sinks=True), ids_arguments, IDS),
-    "LanguageModel, alibi": Case(modern(positions="alibi"), ids_arguments, IDS),
     "TokenClassifier": Case(classifier(TokenClassifier), ids_arguments, IDS),
-    **{
-        f"SequenceClassifier, {pooling}": Case(classifier(SequenceClassifier, pooling=pooling), ids_arguments, IDS)
-        for pooling in ("mean", "first", "max")
-    },
+    "SequenceClassifier": Case(classifier(SequenceClassifier), ids_arguments, IDS),
 }
 
 

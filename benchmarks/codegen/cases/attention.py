@@ -5,6 +5,7 @@ from collections.abc import Callable, Iterator, Mapping
 import torch
 from torch import Tensor
 
+from benchmarks.codegen.cases import meta
 from fastformer_kernels.attention import backward as attention_backward
 from fastformer_kernels.attention import bias_gradient as attention_bias_gradient
 from fastformer_kernels.attention import decode as attention_decode
@@ -23,10 +24,6 @@ SINGLE = {64: (1024,), 128: (1024,), 256: (1024,)}  # fp32
 # Tiles of tf32 are those of 16 bits and twice the head size; beyond 128 there is none.
 TF32_FORWARD = {16: (1024,), 32: (100, 400, 1024), 64: (400, 1024), 128: (1024,)}
 TF32_BACKWARD = {16: (1024,), 32: (400, 1024), 64: (1024,), 128: (1024,)}
-
-
-def meta(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
-    return torch.empty(shape, dtype=dtype, device="meta")
 
 
 def heads(T: int, K: int, dtype: torch.dtype, V: int | None = None) -> tuple[Tensor, Tensor, Tensor]:

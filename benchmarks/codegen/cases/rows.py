@@ -9,6 +9,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from benchmarks.codegen.cases import meta
 from fastformer_kernels.embedding import kernels as embedding
 from fastformer_kernels.feed_forward import kernels as feed_forward
 from fastformer_kernels.linear_cross_entropy import kernels as linear_cross_entropy
@@ -20,11 +21,6 @@ ROWS = 65536  # of the norms
 DROPOUT = 0.1
 
 Cases = Iterator[tuple[str, Callable[[], object]]]
-
-
-def meta(*shape: int, dtype: torch.dtype = FP32) -> Tensor:
-    """Return a tensor without memory."""
-    return torch.empty(shape, dtype=dtype, device="meta")
 
 
 def _seed(dropout_p: float) -> Tensor | None:

@@ -117,17 +117,6 @@ def test_the_ends_of_the_unit_interval_choose_what_is_allowed(options):
         assert found.tolist() == expected
 
 
-def test_rare_words_keep_their_share():
-    """Those that a sum in fp32 would lose beside a frequent one; and each of a million."""
-    p = math.exp(-25.0)
-    uniform = torch.tensor([1 - 1.5 * p, 1 - 0.5 * p], dtype=torch.float64)
-    assert choose_ids(torch.tensor([[0.0, -25.0]] * 2), SamplingOptions(), uniform).tolist() == [0, 1]
-    V = 2**20
-    uniform = grid(5)
-    found = choose_ids(torch.zeros(1, V).expand(5, -1), SamplingOptions(), uniform)
-    assert found.tolist() == (uniform * V).long().tolist()
-
-
 @pytest.mark.parametrize("same", ["pad_id", "bos_id"])
 def test_what_ends_may_be_what_begins_or_pads(same):
     """As in GPT-2, whose texts begin with what ends them."""

@@ -112,6 +112,8 @@ def score_translations(
     """
     lists = _checked([translations], [references, *more_references])
     metrics = _metrics(tokenizer, lowercase)
+    for metric in metrics.values():
+        _return_floats(metric)
     warn_without_spaces(tokenizer, references)
     scores = {
         name: metric.corpus_score(list(translations), lists, n_bootstrap=max(bootstrap, 1))
@@ -125,6 +127,18 @@ def score_translations(
         **{f"{name}_signature": str(metric.get_signature()) for name, metric in metrics.items()},  # type: ignore[arg-type]
         intervals={name: float(score._ci) for name, score in scores.items()} if bootstrap else {},
     )
+
+
+def _return_floats(metric: Any) -> None:
+    """Make a metric return Python floats: sacrebleu's bootstrap cannot average them with NumPy's, which it mixes."""
+    compute = metric._compute_score_from_stats
+
+    def compute_float(stats: Any) -> Any:
+        score = compute(stats)
+        score.score = float(score.score)
+        return score
+
+    metric._compute_score_from_stats = compute_float
 
 
 @dataclass(frozen=True)

@@ -144,6 +144,12 @@ def test_scores_of_several_references_and_their_intervals_are_sacrebleus() -> No
         score_translations(NEAR, REFERENCES, more_references=[OTHERS[1:]])
 
 
+def test_intervals_of_translations_that_mostly_share_nothing_with_the_references() -> None:
+    """Some resamples of three sentences have no match at all."""
+    scores = score_translations(["un", "b c", "d"], ["un", "deux", "quatre"], bootstrap=20)
+    assert scores.intervals["chrf"] > 0
+
+
 def test_a_worse_system_differs_by_more_than_chance_and_an_equal_one_does_not() -> None:
     systems = {"near": NEAR, "far": FAR, "same": NEAR}
     results = {(each.metric, each.system): each for each in compare_translations(systems, REFERENCES, bootstrap=200)}

@@ -145,6 +145,15 @@ def test_too_long_pairs_are_truncated_and_keep_eos():
     assert count == 2
 
 
+def test_encoding_in_chunks_changes_nothing(monkeypatch):
+    source, target = toy_tokenizers()
+    whole = encode_pairs(CORPUS, source, target)
+    monkeypatch.setattr("fastformer.apps.text.encoding._CHUNK", 2)
+    chunked = encode_pairs(CORPUS, source, target)
+    assert np.array_equal(whole.source.ids, chunked.source.ids)
+    assert np.array_equal(whole.target.offsets, chunked.target.offsets)
+
+
 def test_bad_arguments_of_encoding():
     source, target = toy_tokenizers()
     with pytest.raises(ValueError, match="too_long must be one of drop, truncate, not 'crash'"):

@@ -40,7 +40,7 @@ RESUMED = "apps/train/test_train_resume.py::test_a_run_interrupted_anywhere_and_
 ROWS: dict[str, list[tuple[str, str, str]]] = {
     "modes": [
         ("compiling = torch.compiler.is_compiling ", "compiling = bool ",
-         "nn/test_compile.py::test_two_compilations_for_all_shapes[TransformerEncoder]"),
+         "nn/test_compile.py::test_two_compilations_for_all_shapes[TransformerDecoder]"),
         ("(functionalised() or stands_for_many(x))", "functionalised()",
          "nn/test_padding_free.py::test_gradients_by_vmap_are_those_of_each_sequence"),
     ],

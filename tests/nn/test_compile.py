@@ -36,7 +36,10 @@ WITHIN = (
     "TransformerEncoderLayer", "TransformerEncoderLayer, pre-norm", "TransformerDecoderLayer",
     "TransformerDecoderLayer, pre-norm", "TokenClassifier",
 )  # fmt: skip
-LONG = ("TranslationModel", "LanguageModel", "SequenceClassifier, max")  # has others beside it, or is in DYNAMIC
+# Others are beside it, or it is in DYNAMIC.
+LONG = (
+    "TranslationModel", "LanguageModel", "SequenceClassifier, max", "TransformerEncoder", "TransformerEncoder.packed",
+)  # fmt: skip
 DYNAMIC = ("LinearCrossEntropy", "TransformerEncoder", "TransformerEncoder.packed", "TranslationModel")
 
 

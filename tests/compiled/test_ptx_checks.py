@@ -60,12 +60,9 @@ def test_warps_meet_at_barriers(body):
     refused("race of warps", body.replace("BAR\n", ""), [X], threads=64, races_shared=True)
 
 
-def test_a_copy_over_what_another_warp_reads():
-    body = EXCHANGE.replace("BAR", "bar.sync 0;") + COPY
-    refused("race of warps", body, [X], threads=64, races_shared=True)
-
-
-def test_two_warps_write_one_place():
+def test_what_warps_do_to_one_place():
+    copied = EXCHANGE.replace("BAR", "bar.sync 0;") + COPY  # over what another warp reads
+    refused("race of warps", copied, [X], threads=64, races_shared=True)
     run(f"{OWN}st.shared.b32 [%r6], 5;", [X], 64, races_shared=True)  # the same value, as Triton does
     refused("race of warps", f"{OWN}st.shared.b32 [%r6], %r0;", [X], threads=64, races_shared=True)
 
@@ -86,9 +83,9 @@ def test_two_blocks_touch_one_place(body):
 
 
 def test_two_blocks_add_to_one_place():
-    run(
-        "atom.global.gpu.relaxed.add.f32 %r1, [%rd0], 0f3F800000;", [aligned([0], np.float32)], 32, 2, races_global=True
-    )
+    one = aligned([0], np.float32)
+    run("atom.global.gpu.relaxed.add.f32 %r1, [%rd0], 0f3F800000;", [one], 32, 2, races_global=True)
+    assert one[0] == 64
 
 
 @pytest.mark.parametrize(
@@ -108,18 +105,15 @@ def test_threads(kind, body):
 
 
 def test_findings_are_noted_and_the_run_goes_on():
-    report = run(f"{OWN}ld.shared.b32 %r1, [%r7];\nst.global.b32 [%rd11], 3;", [OUT], note=True)
-    assert OUT[:32].tolist() == [3] * 32
-    ((kind, _), (text, count)) = next(iter(report.findings.items()))
-    assert kind == "shared memory read before it is written"
-    assert count == 32
-    assert "ld.shared.b32 %r1, [%r7]; block 0 thread 0 of 32, address 0x400" in text
-
-
-def test_what_is_expected_is_noted():
-    body = f"{OWN}ld.shared.b32 %r1, [%r7];\n"
-    report = run(body, [OUT], expected=("shared memory read before",))
-    assert [kind for kind, _ in report.findings] == ["shared memory read before it is written"]
+    body = f"{OWN}ld.shared.b32 %r1, [%r7];\nst.global.b32 [%rd11], 3;"
+    for options in ({"note": True}, {"expected": ("shared memory read before",)}):
+        OUT[:] = 0
+        report = run(body, [OUT], **options)
+        assert OUT[:32].tolist() == [3] * 32
+        (((kind, _), (text, count)),) = report.findings.items()
+        assert kind == "shared memory read before it is written"
+        assert count == 32
+        assert "ld.shared.b32 %r1, [%r7]; block 0 thread 0 of 32, address 0x400" in text
     refused("before it is written", body, [OUT], expected=("race",))
 
 

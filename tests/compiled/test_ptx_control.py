@@ -16,29 +16,28 @@ def results(body: str, threads: int = 32) -> list[int]:
     return [int(x) for x in out]
 
 
-def test_loops_of_different_lengths():
-    loop = """mov.b32 %r1, 0;
-    mov.b32 %r2, 0;
-    $L_1:
-    add.s32 %r2, %r2, %r1;
-    add.s32 %r1, %r1, 1;
-    setp.le.s32 %p1, %r1, %r0;
-    @%p1 bra $L_1;
-    """
-    assert results(loop, 64) == [n * (n + 1) // 2 for n in range(64)]
+LOOP = """mov.b32 %r1, 0;
+mov.b32 %r2, 0;
+$L_1:
+add.s32 %r2, %r2, %r1;
+add.s32 %r1, %r1, 1;
+setp.le.s32 %p1, %r1, %r0;
+@%p1 bra $L_1;
+"""
+WAYS = """and.b32 %r1, %r0, 1;
+setp.eq.b32 %p1, %r1, 0;
+@%p1 bra $L_2;
+mov.b32 %r2, 5;
+bra.uni $L_3;
+$L_2:
+mov.b32 %r2, 7;
+$L_3:
+"""
 
 
-def test_two_ways():
-    ways = """and.b32 %r1, %r0, 1;
-    setp.eq.b32 %p1, %r1, 0;
-    @%p1 bra $L_2;
-    mov.b32 %r2, 5;
-    bra.uni $L_3;
-    $L_2:
-    mov.b32 %r2, 7;
-    $L_3:
-    """
-    assert results(ways, 64) == [7, 5] * 32
+def test_loops_of_different_lengths_and_two_ways():
+    assert results(LOOP, 64) == [n * (n + 1) // 2 for n in range(64)]
+    assert results(WAYS, 64) == [7, 5] * 32
 
 
 def test_a_barrier_waits_for_those_that_live():
@@ -62,12 +61,6 @@ def test_shuffles(mode, amount, source):
 
 def test_votes():
     assert results("setp.lt.u32 %p1, %r0, 3;\nvote.sync.ballot.b32 %r2, %p1, -1;\n") == [7] * 32
-
-
-def test_atomics():
-    one = aligned([0], np.float32)
-    run("atom.global.gpu.relaxed.add.f32 %r1, [%rd0], 0f3F800000;", [one], 64, 3)
-    assert one[0] == 192
 
 
 LOCAL = ".local .align 16 .b8 __local_depot0[32];\nmov.b64 %rd20, __local_depot0;\n"
@@ -97,34 +90,29 @@ def test_local_memory_is_checked(access, kind):
 X = aligned(np.zeros(32 * 64), np.uint32)
 
 
-def counted(body: str) -> Traffic:
-    (found,) = run(body, [X], shared=32 * 64 * 4, memory_traffic=True).traffic.values()
-    return found
-
-
 @pytest.mark.parametrize(("stride", "sectors"), [(0, 1), (1, 4), (2, 8), (8, 32), (16, 32)])
 def test_sectors_of_global_memory(stride, sectors):
     body = f"mul.wide.u32 %rd10, %r0, {4 * stride};\nadd.s64 %rd11, %rd0, %rd10;\nst.global.b32 [%rd11], 0;"
     bytes_, needed = (128, 4) if stride else (4, 1)
-    assert counted(body) == Traffic(1, bytes_, sectors, needed)
+    assert [*run(body, [X], memory_traffic=True).traffic.values()] == [Traffic(1, bytes_, sectors, needed)]
 
 
-@pytest.mark.parametrize(("stride", "wavefronts"), [(1, 1), (2, 2), (3, 1), (4, 4), (32, 32), (33, 1), (0, 1)])
-def test_bank_conflicts(stride, wavefronts):
-    place = f"mov.b32 %r6, global_smem;\nmad.lo.s32 %r7, %r0, {4 * stride}, %r6;\n"
-    assert counted(f"{place}st.shared.b32 [%r7], 0;") == Traffic(1, 128, wavefronts, 1)
+PLACE = "mov.b32 %r6, global_smem;\nmad.lo.s32 %r7, %r0, STRIDE, %r6;\n"
+STORE, WIDE_STORE = "st.shared.b32 [%r7], 0;", "st.shared.v4.b32 [%r7], {%r0, %r0, %r0, %r0};"
+COPY = "cp.async.ca.shared.global [%r7], [%rd0], 4;\ncp.async.wait_all;"
 
 
-@pytest.mark.parametrize("stride", [4, 8, 128])
-def test_bank_conflicts_of_copies(stride):
-    body = f"mov.b32 %r6, global_smem;\nmad.lo.s32 %r7, %r0, {stride}, %r6;\n"
-    body += "cp.async.ca.shared.global [%r7], [%rd0], 4;\ncp.async.wait_all;"
-    traffic = run(body, [X], memory_traffic=True).traffic
-    assert [found for (space, *_), found in traffic.items() if space == "shared"] == [Traffic(1, 128, stride // 4, 1)]
-
-
-@pytest.mark.parametrize(("stride", "wavefronts"), [(16, 4), (128, 32)])
-def test_bank_conflicts_of_16_bytes(stride, wavefronts):
-    body = f"mov.b32 %r6, global_smem;\nmad.lo.s32 %r7, %r0, {stride}, %r6;\n"
-    body += "st.shared.v4.b32 [%r7], {%r0, %r0, %r0, %r0};"
-    assert counted(body) == Traffic(1, 512, wavefronts, 4)
+@pytest.mark.parametrize(
+    ("access", "stride", "wavefronts", "least"),
+    [
+        *((STORE, 4 * stride, n, 1) for stride, n in ((1, 1), (2, 2), (3, 1), (4, 4), (32, 32), (33, 1), (0, 1))),
+        *((COPY, stride, stride // 4, 1) for stride in (4, 8, 128)),
+        (WIDE_STORE, 16, 4, 4),
+        (WIDE_STORE, 128, 32, 4),
+    ],
+)
+def test_bank_conflicts(access, stride, wavefronts, least):
+    body = PLACE.replace("STRIDE", str(stride)) + access
+    traffic = run(body, [X], shared=32 * 64 * 4, memory_traffic=True).traffic
+    found = [each for (space, *_), each in traffic.items() if space == "shared"]
+    assert found == [Traffic(1, 128 * least, wavefronts, least)]

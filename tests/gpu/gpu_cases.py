@@ -30,34 +30,20 @@ def lengths(device: str) -> Tensor:
     return torch.tensor([T, 0, T // 3, T - 1], device=device)
 
 
-def heads(length: int = 0, kv_heads: int = 0, size: int = 0) -> list[Tensor]:
-    length, kv_heads, size = length or T, kv_heads or H, size or K
-    return [normal(B, h, length, size) for h in (H, kv_heads, kv_heads)]
+def heads(kv_heads: int = H, size: int = K) -> list[Tensor]:
+    return [normal(B, h, T, size) for h in (H, kv_heads, kv_heads)]
 
 
-def attention(device: str, p: float) -> GpuCase:
-    given = lengths(device)
-    return lambda q, k, v: functional.attention(q, k, v, causal=True, key_lengths=given, dropout_p=p), heads()
-
-
-def attention_gaps(device: str, p: float) -> GpuCase:
-    mask = (torch.rand(B, T) < 0.7).to(device)
-    return lambda q, k, v: functional.attention(q, k, v, key_mask=mask, dropout_p=p), heads(size=2 * K)
-
-
-def attention_grouped(device: str, p: float) -> GpuCase:
-    rules = {"causal": True, "window": (T // 4, None), "softcap": 30.0}
-    return lambda q, k, v: functional.attention(q, k, v, **rules, dropout_p=p), heads(kv_heads=H // 4)
+def attention(device: str, p: float, inputs: list[Tensor], **rules: object) -> GpuCase:
+    """Attention with rules, of q, k, v and an additive mask if there is a fourth input."""
+    rules = {name: x.to(device) if isinstance(x, Tensor) else x for name, x in rules.items()}
+    return lambda *x: functional.attention(*x, **rules, dropout_p=p), inputs
 
 
 def attention_distances(device: str, p: float) -> GpuCase:
     return lambda q, k, v, bias, sinks: functional.attention(
         q, k, v, causal=True, dropout_p=p, distance_bias=bias, sinks=sinks
     ), [*heads(kv_heads=H // 4), normal(H, 2 * T + 99), normal(H)]
-
-
-def attention_additive(device: str, p: float) -> GpuCase:
-    return lambda q, k, v, mask: functional.attention(q, k, v, mask, dropout_p=p), [*heads(), normal(1, H, T, T)]
 
 
 def attention_with_weights(device: str, p: float) -> GpuCase:
@@ -71,22 +57,12 @@ def packed_attention(device: str, p: float) -> GpuCase:
     return lambda q, k, v: functional.packed_attention(q, k, v, layout, causal=True, dropout_p=p), inputs
 
 
-def layer_norm(rows: int, width: int) -> GpuCase:
-    return lambda x, w, b: functional.layer_norm(x, width, w, b), [normal(rows, width), normal(width), normal(width)]
-
-
-def rms_norm(rows: int, width: int) -> GpuCase:
-    return lambda x, w: functional.rms_norm(x, width, w), [normal(rows, width), normal(width)]
-
-
-def dropout_add_layer_norm(device: str, p: float) -> GpuCase:
-    inputs = [normal(MANY, D), normal(MANY, D), normal(D), normal(D)]
-    return lambda x, y, w, b: functional.dropout_add_layer_norm(x, y, D, w, b, dropout_p=p), inputs
-
-
-def dropout_add_rms_norm(device: str, p: float) -> GpuCase:
-    inputs = [normal(MANY, D), normal(MANY, D), normal(D)]
-    return lambda x, y, w: functional.dropout_add_rms_norm(x, y, D, w, dropout_p=p), inputs
+def norm(op: Callable[..., Tensor | tuple[Tensor, Tensor]], rows: int, width: int, p: float | None = None) -> GpuCase:
+    """A norm, of a sum and after dropout if p is given."""
+    sizes = [(rows, width)] * (1 if p is None else 2), [(width,)] * (1 if "rms" in op.__name__ else 2)
+    matrices, vectors = ([normal(*shape) for shape in shapes] for shapes in sizes)
+    options = {} if p is None else {"dropout_p": p}
+    return lambda *x: op(*x[: len(matrices)], width, *x[len(matrices) :], **options), [*matrices, *vectors]
 
 
 def feed_forward(activation: str, gates: int, p: float) -> GpuCase:
@@ -122,19 +98,21 @@ def linear_cross_entropy(device: str, reduction: str) -> GpuCase:
 
 
 CASES: dict[str, Callable[[str, float], GpuCase]] = {
-    "attention": attention,
-    "attention, gaps": attention_gaps,
-    "attention, grouped": attention_grouped,
-    "attention, additive": attention_additive,
+    "attention": lambda device, p: attention(device, p, heads(), causal=True, key_lengths=lengths(device)),
+    "attention, gaps": lambda device, p: attention(device, p, heads(size=2 * K), key_mask=torch.rand(B, T) < 0.7),
+    "attention, grouped": lambda device, p: attention(
+        device, p, heads(kv_heads=H // 4), causal=True, window=(T // 4, None), softcap=30.0
+    ),
+    "attention, additive": lambda device, p: attention(device, p, [*heads(), normal(1, H, T, T)]),
     "attention, by distance": attention_distances,
     "attention_with_weights": attention_with_weights,
     "packed_attention": packed_attention,
-    "layer_norm": lambda device, p: layer_norm(MANY, D),
-    "layer_norm, wide": lambda device, p: layer_norm(300, 32 * D),
-    "rms_norm": lambda device, p: rms_norm(MANY, D),
-    "rms_norm, wide": lambda device, p: rms_norm(300, 32 * D),
-    "dropout_add_layer_norm": dropout_add_layer_norm,
-    "dropout_add_rms_norm": dropout_add_rms_norm,
+    "layer_norm": lambda device, p: norm(functional.layer_norm, MANY, D),
+    "layer_norm, wide": lambda device, p: norm(functional.layer_norm, 300, 32 * D),
+    "rms_norm": lambda device, p: norm(functional.rms_norm, MANY, D),
+    "rms_norm, wide": lambda device, p: norm(functional.rms_norm, 300, 32 * D),
+    "dropout_add_layer_norm": lambda device, p: norm(functional.dropout_add_layer_norm, MANY, D, p),
+    "dropout_add_rms_norm": lambda device, p: norm(functional.dropout_add_rms_norm, MANY, D, p),
     "feed_forward": lambda device, p: feed_forward("gelu", 1, p),
     "feed_forward, gated": lambda device, p: feed_forward("swiglu", 2, p),
     "embedding": embedding,

@@ -1,42 +1,33 @@
-"""What must hold on a GPU too: `pytest -m gpu`. Skipped elsewhere; in benchmarks/GPU_TODO.md until it has run."""
+"""Models on a GPU, and decoding with CUDA graphs: `pytest -m gpu`; in benchmarks/GPU_TODO.md until it has run."""
 
 import pytest
 import torch
 
 import fastformer
-from fastformer.apps.text import EncodedPairs, Sequences, SpecialIds, collate
-from fastformer.apps.translation.model import TranslationConfig, TranslationModel, translation_loss
+from fastformer.apps.translation import state as states
+from fastformer.apps.translation.model import TranslationModel, translation_loss
 from fastformer.apps.translation.search import SearchOptions, beam_search, greedy_search
-from tests.support.closeness import assert_close, gradients, random
-from tests.support.fused_op import DEVICE, assert_module_as_accurate_as_reference
-from tests.support.gpu import MARKS
-from tests.support.masks import ahead, right
-from tests.support.translation_task import config, reverse_batch
+from fastformer.apps.translation.state import DecoderState, StaticDecoderState
+from tests.support.closeness import assert_close, gradients
+from tests.support.fused_op import DEVICE
+from tests.support.gpu import MARKS, captured, counted_captures, no_host_sync
+from tests.support.recorded_steps import steps_of_both
+from tests.support.translation_task import BOS, config, random_batch, random_model, reverse_batch
+from tests.support.uncached_search import RAGGED, sources
 
 pytestmark = MARKS
 
-VOCABULARY = 20
-
 
 def batch():
-    generator = torch.Generator().manual_seed(1)
-    sides = [
-        Sequences.from_lists([torch.randint(4, VOCABULARY, (n,), generator=generator).tolist() for n in lengths])
-        for lengths in ((3, 9, 1, 70), (5, 2, 8, 66))
-    ]
-    return collate(EncodedPairs(*sides, SpecialIds(), SpecialIds()))
+    return random_batch([(3, 5), (9, 2), (1, 8), (70, 66)])
 
 
 def model() -> TranslationModel:
-    config = TranslationConfig(VOCABULARY, VOCABULARY, d_model=32, heads=4, encoder_layers=2, decoder_layers=2)
-    return TranslationModel(config).double().eval()
+    return random_model(d_model=32, heads=4).double()
 
 
 def test_loss_and_gradients_are_those_of_the_cpu():
-    here = model()
-    there = model()
-    there.load_state_dict(here.state_dict())
-    there.cuda()
+    here, there = model(), model().cuda()
     one = translation_loss(here, batch())
     two = translation_loss(there, batch().to(torch.device("cuda")))
     assert_close(two.cpu(), one, roundings=1e4)
@@ -47,35 +38,17 @@ def test_loss_and_gradients_are_those_of_the_cpu():
 def test_searches_find_what_they_find_on_the_cpu():
     here, given = model(), batch()
     options = SearchOptions(beam=3, max_length=12)
-    one = (
-        greedy_search(here, given.source, given.source_lengths, options),
-        beam_search(here, given.source, given.source_lengths, options),
-    )
-    source = given.source.cuda()
+
+    def found(source):
+        greedy, beams = (search(here, source, given.source_lengths, options) for search in (greedy_search, beam_search))
+        return [h.ids for h in greedy], [[h.ids for h in n] for n in beams]
+
+    expected = found(given.source)
     here.cuda()
-    two = (
-        greedy_search(here, source, given.source_lengths, options),
-        beam_search(here, source, given.source_lengths, options),
-    )
-    assert [h.ids for h in one[0]] == [h.ids for h in two[0]]
-    assert [[h.ids for h in n] for n in one[1]] == [[h.ids for h in n] for n in two[1]]
+    assert found(given.source.cuda()) == expected
 
 
-DTYPES = [torch.float32, torch.float16, torch.bfloat16]
-B, T, S, D, H, FF = 3, 130, 270, 512, 8, 2048  # of no tile a multiple
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("norm_first", [False, True])
-@pytest.mark.parametrize("kind", ["Encoder", "Decoder"])
-def test_layers_are_as_accurate_as_the_reference(kind, norm_first, dtype):
-    options = {"dim_feedforward": FF, "dropout": 0.0, "activation": "gelu", "batch_first": True}
-    layer = getattr(fastformer, f"Transformer{kind}Layer")(D, H, norm_first=norm_first, **options)
-    inputs, masks = [random(B, T, D)], {"src_key_padding_mask": right([T, 5, 1], T)}
-    if kind == "Decoder":
-        inputs.append(random(B, S, D))
-        masks = {"tgt_mask": ahead(T), "memory_key_padding_mask": right([S, 70, 2], S)}
-    assert_module_as_accurate_as_reference(layer, inputs, dtype, **masks)
+STEPS = 100
 
 
 def loss_curve(backend: str, dtype: torch.dtype, autocast: bool = False) -> list[float]:
@@ -97,9 +70,6 @@ def loss_curve(backend: str, dtype: torch.dtype, autocast: bool = False) -> list
     return torch.stack(losses).tolist()
 
 
-STEPS = 100
-
-
 @pytest.mark.parametrize("autocast", [False, True], ids=["fp32", "bf16"])
 def test_the_loss_curve_is_that_of_the_reference(autocast):
     """The largest difference along the curve from that in fp64 is at most 3 x the reference's own.
@@ -113,3 +83,90 @@ def test_the_loss_curve_is_that_of_the_reference(autocast):
     assert found[-1] < 0.75 * found[0]
     error, noise = (max(abs(a - e) for a, e in zip(curve, exact, strict=True)) for curve in (found, plain))
     assert error <= 3 * noise + 4 * torch.finfo(torch.float32).eps * max(exact)
+
+
+# ---- decoding with CUDA graphs
+
+
+def gpu_model(dtype=torch.float32, **changes):
+    return random_model(1, d_model=64, heads=2, **changes).to("cuda", dtype)
+
+
+@pytest.fixture
+def captures(monkeypatch):
+    return counted_captures(monkeypatch)
+
+
+# Random errors of the dtype, as a share of the norm; a position that stands still makes it 0.09 and more.
+TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 0.05}
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
+@pytest.mark.parametrize("norm_first", [True, False])
+@pytest.mark.parametrize("backend", ["triton", "reference"])
+@torch.inference_mode()
+def test_replayed_steps_are_the_growing_ones(dtype, norm_first, backend, captures, monkeypatch):
+    """With rows that are reordered and leave, and a cache that grows."""
+    monkeypatch.setattr(states, "_FIRST_CAPACITY", 12)
+    model = gpu_model(dtype, norm_first=norm_first)
+    with fastformer.backend(backend):
+        for static, growing in steps_of_both(model, RAGGED, 40, hypotheses=2, leave_at=(3, 14)):
+            error = (static.float() - growing.float()).norm() / growing.float().norm()
+            assert float(error) <= TOLERANCE[dtype]
+    assert len(captures) == 3
+
+
+@pytest.mark.parametrize("rules", [{}, {"min_length": 5, "no_repeat_ngram": 2}], ids=str)
+@pytest.mark.parametrize("find", [greedy_search, beam_search])
+def test_searches_find_the_same(find, rules, captures):
+    model = gpu_model()
+    source, lengths = sources([*RAGGED, 20])
+    options = {"beam": 1 if find is greedy_search else 3, **rules}
+    expected = find(model, source.cuda(), lengths, SearchOptions(**options))
+    found = find(model, source.cuda(), lengths, SearchOptions(**options, cuda_graphs=True))
+    for one, two in zip(found, expected, strict=True):
+        for a, b in zip(*(x if isinstance(x, list) else [x] for x in (one, two)), strict=True):
+            assert a.ids == b.ids
+            assert a.log_probability == pytest.approx(b.log_probability, abs=1e-3)
+    assert captures
+
+
+@torch.inference_mode()
+def test_a_replayed_step_waits_for_nothing(captures):
+    source, lengths = sources(RAGGED)
+    state = StaticDecoderState(gpu_model(), source.cuda(), lengths, longest=40)
+    ids = torch.full((len(RAGGED),), BOS, device="cuda")
+    for _ in range(3):
+        state.step(ids)
+    assert len(captures) == 1
+    with no_host_sync():
+        for _ in range(10):
+            state.step(ids)
+
+
+def test_a_capture_that_fails_leaves_everything_usable(captures, monkeypatch):
+    model = gpu_model()
+    source, lengths = sources(RAGGED)
+    source = source.cuda()
+    expected = greedy_search(model, source, lengths)
+    forward = DecoderState._logits
+
+    def waiting(self, ids, positions, length):
+        assert int(ids[0]) >= 0
+        return forward(self, ids, positions, length)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(DecoderState, "_logits", waiting)
+        with pytest.warns(RuntimeWarning, match="goes on without CUDA graphs") as said:
+            found = greedy_search(model, source, lengths, SearchOptions(beam=1, cuda_graphs=True))
+    assert len([w for w in said if "CUDA graphs" in str(w.message)]) == 1
+    assert [h.ids for h in found] == [h.ids for h in expected]
+    assert not captures
+    before = torch.randn(1000, device="cuda")
+    assert not torch.equal(before, torch.randn(1000, device="cuda"))
+    replay, [drawn] = captured(lambda: [torch.randn(1000, device="cuda")])
+    replay()
+    assert torch.isfinite(drawn).all()
+    found = greedy_search(model, source, lengths, SearchOptions(beam=1, cuda_graphs=True))
+    assert [h.ids for h in found] == [h.ids for h in expected]
+    assert captures

@@ -1,4 +1,4 @@
-"""Every fused op on a GPU at real sizes: accuracy, memory, dropout."""
+"""Every fused op on a GPU at real sizes: accuracy, memory, dropout, CUDA graphs, no wait of the host, compilations."""
 
 import pytest
 import torch
@@ -8,11 +8,12 @@ from torch import Tensor
 import fastformer
 from fastformer import functional
 from fastformer.backend import allow_nondeterminism
+from fastformer.packing import Layout
 from tests.functional.test_sdpa import SKIPPED
-from tests.gpu.gpu_cases import CASES, B, H, K, T
+from tests.gpu.gpu_cases import CASES, B, D, H, T, lengths
 from tests.support.closeness import assert_close, gradients
 from tests.support.fused_op import DEVICE, assert_as_accurate_as_reference
-from tests.support.gpu import MARKS, peak_memory
+from tests.support.gpu import MARKS, captured, no_host_sync, peak_memory
 
 pytestmark = MARKS
 
@@ -85,25 +86,6 @@ def test_gradients_by_atomic_addition(name, dtype):
         assert_close(a, b, roundings=100 if dtype == torch.float32 else 4)
 
 
-@pytest.mark.parametrize("p", [0.1, 0.5])
-def test_dropout_keeps_its_rate(p):
-    """Queries of zeros attend to all keys alike, and values of ones add up what was kept of each row, scaled."""
-    q, k, v = (
-        torch.zeros(B, H, T, K, device=DEVICE),
-        torch.randn(B, H, T, K, device=DEVICE),
-        torch.ones(1, device=DEVICE),
-    )
-    with fastformer.backend("triton"):
-        torch.manual_seed(3)
-        out = functional.attention(q, k, v.expand(B, H, T, K), dropout_p=p)
-        torch.manual_seed(3)
-        assert torch.equal(functional.attention(q, k, v.expand(B, H, T, K), dropout_p=p), out)
-    kept = out[..., 0].double()
-    deviation = (p / (1 - p) / T) ** 0.5  # of a row: the mean of T values, 1 / (1 - p) or 0
-    assert abs(kept.mean().item() - 1) < 5 * deviation / kept.numel() ** 0.5
-    assert kept.std().item() == pytest.approx(deviation, rel=0.05)
-
-
 @pytest.mark.parametrize("name", SKIPPED)
 def test_sdpa_skips_what_a_mask_hides(name):
     mask = SKIPPED[name].to(DEVICE)
@@ -114,3 +96,91 @@ def test_sdpa_skips_what_a_mask_hides(name):
     found = (torch.autograd.grad(x, qkv, direction) for x in (out, expected))
     for a, b in zip(*found, strict=True):
         assert_close(a, b, roundings=8)
+
+
+# ---- what kernels do to the host
+
+
+def step_of(name: str, dropout: float = 0.0):
+    """Forward and backward as a function without arguments, and its inputs."""
+    if name in CASES:
+        op, inputs = CASES[name](DEVICE, dropout)
+        parameters, call = [], lambda: op(*given)
+    else:
+        options = {"batch_first": True, "norm_first": True, "device": DEVICE, "dtype": torch.bfloat16}
+        layer = fastformer.TransformerEncoderLayer(D, H, 4 * D, dropout, **options)
+        layout = Layout.from_lengths([T, 1, T // 3, T - 1], DEVICE)
+        padding = torch.arange(T, device=DEVICE) >= lengths(DEVICE)[:, None]
+        packed = name == "packed encoder layer"
+        inputs, parameters = [torch.randn(layout.total, D) if packed else torch.randn(B, T, D)], [*layer.parameters()]
+        if packed:
+            call = lambda: layer.compose(*given, *layer.packed_attentions(layout, causal=True))  # noqa: E731
+        else:
+            call = lambda: layer(*given, src_key_padding_mask=padding)  # noqa: E731
+    given = leaves(inputs, torch.bfloat16)
+    sources = [*given, *parameters]
+    example = call()
+    directions = [torch.randn_like(y) for y in ([example] if isinstance(example, Tensor) else example)]
+
+    def step() -> list[Tensor]:
+        out = call()
+        outputs = [out] if isinstance(out, Tensor) else list(out)
+        return [*outputs, *torch.autograd.grad(outputs, sources, directions)]
+
+    return step, given
+
+
+STEPS = [*CASES, "encoder layer", "packed encoder layer"]
+
+
+@pytest.mark.parametrize("name", STEPS)
+def test_a_cuda_graph_replays_on_new_inputs(name):
+    with fastformer.backend("triton"):
+        step, given = step_of(name)
+        replay, results = captured(step)
+        with torch.no_grad():
+            for x in given:
+                x.copy_(torch.randn_like(x))
+        replay()
+        replayed = [x.clone() for x in results]
+        for a, b in zip(replayed, step(), strict=True):
+            assert_close(a, b, roundings=4)  # matrix products may be others than outside of a graph
+
+
+@pytest.mark.parametrize("name", ["attention", "feed_forward", "dropout_add_layer_norm", "embedding", "encoder layer"])
+def test_a_cuda_graph_draws_new_dropout_in_each_replay(name):
+    with fastformer.backend("triton"):
+        replay, results = captured(step_of(name, 0.5)[0])
+        replays = []
+        for _ in range(2):
+            replay()
+            replays.append([x.clone() for x in results])
+    assert not torch.equal(replays[0][0], replays[1][0])
+    assert all(torch.isfinite(x).all() for x in (*replays[0], *replays[1]))
+
+
+@pytest.mark.parametrize("name", STEPS)
+def test_the_host_waits_for_nothing(name):
+    with fastformer.backend("triton"):
+        step, _ = step_of(name, 0.1)
+        step()
+        with no_host_sync():
+            step()
+
+
+def test_warm_up_compiles_what_a_step_launches(monkeypatch):
+    """Sizes that no other test has, so that nothing is compiled before."""
+    triton = pytest.importorskip("triton")
+    layer = fastformer.TransformerEncoderLayer(208, 2, 336, 0.0, batch_first=True, device=DEVICE, dtype=torch.bfloat16)
+    x, mask = torch.randn(2, 40, 208, device=DEVICE, dtype=torch.bfloat16), torch.zeros(2, 40, device=DEVICE).bool()
+    mask[0, 33:] = True
+    with fastformer.backend("triton"):
+        assert fastformer.warm_up(layer, x, step=lambda x: layer(x, src_key_padding_mask=mask), progress=False) > 0
+        compiled = []
+        monkeypatch.setattr(triton.knobs.runtime, "jit_post_compile_hook", lambda **facts: compiled.append(facts))
+        out = layer(x, src_key_padding_mask=mask)
+        out.sum().backward()
+    assert not compiled
+    with fastformer.backend("reference"):
+        expected = layer(x, src_key_padding_mask=mask)
+    assert_close(out, expected, roundings=16)

@@ -39,6 +39,10 @@ def groups(steps, accumulate=1, shapes=3):
     return [found[i : i + accumulate] for i in range(0, len(found), accumulate)]
 
 
+def gpu_model(**changes):
+    return random_model(1, d_model=64, heads=2, **changes).to("cuda").train()
+
+
 def update_of(model, **changes):
     given = {"steps": 1000, "lr": 1e-3, "optimizer": "sgd", "cuda_graphs": True}
     return new_update(model, LOSS, TrainConfig(**{**given, **changes}), Processes())
@@ -55,14 +59,14 @@ def train(update, given, rate=None):
 
 
 def both(given, dropout=0.0, **changes):
-    """Losses and norms, eager and graphed, of equal models; and these."""
-    model = random_model(1, d_model=64, heads=2, dropout=dropout).to("cuda").train()
+    """Losses and norms, eager and graphed, of equal models."""
+    model = gpu_model(dropout=dropout)
     other = copy.deepcopy(model)
     results = []
     for net, graphs in ((model, False), (other, True)):
         torch.manual_seed(5)
         results.append(train(update_of(net, cuda_graphs=graphs, **changes), given))
-    return *results, model, other
+    return results
 
 
 @pytest.mark.parametrize("backend", ["triton", "reference"])
@@ -70,7 +74,7 @@ def both(given, dropout=0.0, **changes):
 @pytest.mark.parametrize("optimizer", ["sgd", "adamw", "adam"])
 def test_steps_are_the_eager_ones(backend, precision, optimizer, captures):
     with fastformer.backend(backend):
-        expected, found, _, _ = both(groups(25, 2), precision=precision, optimizer=optimizer, accumulate=2)
+        expected, found = both(groups(25, 2), precision=precision, optimizer=optimizer, accumulate=2)
     rtol = 1e-3 if precision == "fp32" else 3e-2
     torch.testing.assert_close(found, expected, rtol=rtol, atol=0)
     assert len(captures) == 5  # three shapes, norm and optimiser
@@ -82,7 +86,7 @@ def test_steps_with_rotary_positions_are_the_eager_ones(order, captures):
     settings = {"norm": "rms", "activation": "swiglu", "positions": "rotary", "rotary_theta": 1e4 + order[0]}
     given, results = groups(12), {}
     for graphs in order:
-        model = random_model(1, d_model=64, heads=2, dropout=0.0, **settings).to("cuda").train()
+        model = gpu_model(**settings)
         results[graphs] = train(update_of(model, cuda_graphs=graphs), given)
     torch.testing.assert_close(results[True], results[False], rtol=1e-3, atol=0)
 
@@ -92,7 +96,7 @@ def test_dropout_is_drawn_anew_and_counted():
     batch = groups(1)
     states = []
     for graphs in (False, True):
-        model = random_model(1, d_model=64, heads=2, dropout=0.3).to("cuda").train()
+        model = gpu_model(dropout=0.3)
         torch.manual_seed(5)
         with fastformer.backend("triton"):  # one seed a mask; else it would depend on the sizes
             losses = train(update_of(model, cuda_graphs=graphs), batch * 8, rate=1e-9)[:, 0]
@@ -104,7 +108,7 @@ def test_dropout_is_drawn_anew_and_counted():
 
 
 def test_a_step_waits_for_nothing(captures):
-    model = random_model(1, d_model=64, heads=2, dropout=0.1).to("cuda").train()
+    model = gpu_model(dropout=0.1)
     update = update_of(model, optimizer="adamw", precision="bf16")
     given = groups(12, shapes=1)
     with fastformer.backend("triton"):
@@ -125,7 +129,7 @@ def test_many_shapes_share_their_memory(captures):
         torch.cuda.empty_cache()
         return torch.cuda.memory_reserved()
 
-    model = random_model(1, d_model=64, heads=2).to("cuda").train()
+    model = gpu_model()
     update = update_of(model)
     sizes = [6000, 5500, 5000, 4500]
     with fastformer.backend("triton"):
@@ -145,7 +149,7 @@ def test_many_shapes_share_their_memory(captures):
 def test_a_capture_of_another_that_fails_harms_nothing(captures):
     """As of a beam search in a validation: it leaves the generator with another state than earlier graphs have."""
     given = groups(1) * 4
-    eager, graphed = (random_model(1, d_model=64, heads=2, dropout=0.3).to("cuda").train() for _ in range(2))
+    eager, graphed = (gpu_model(dropout=0.3) for _ in range(2))
     losses = []
     for model, graphs in ((eager, False), (graphed, True)):
         torch.manual_seed(5)
@@ -163,7 +167,7 @@ def test_a_capture_of_another_that_fails_harms_nothing(captures):
 
 def test_a_capture_that_fails_leaves_eager_steps(captures, monkeypatch):
     given = groups(1) * 6
-    expected, _, _, _ = both(given)
+    expected, _ = both(given)
     backward = Update.backward
 
     def waiting(self, batch, tokens):
@@ -174,7 +178,7 @@ def test_a_capture_that_fails_leaves_eager_steps(captures, monkeypatch):
     captures.clear()
     with monkeypatch.context() as patch:
         patch.setattr(GraphedUpdate, "backward", waiting)
-        model = random_model(1, d_model=64, heads=2).to("cuda").train()
+        model = gpu_model()
         with pytest.warns(RuntimeWarning, match="training goes on without CUDA graphs") as said:
             found = train(update_of(model), given)
     assert len([w for w in said if "CUDA graphs" in str(w.message)]) == 1
@@ -186,7 +190,7 @@ def test_a_capture_that_fails_leaves_eager_steps(captures, monkeypatch):
 def test_validation_between_steps_harms_nothing():
     """It grows the tables of positions that graphs read, and takes and frees memory."""
     given = groups(1) * 4
-    model = random_model(1, d_model=64, heads=2).to("cuda").train()
+    model = gpu_model()
     plain = copy.deepcopy(model)
     update = update_of(model)
     expected = train(update_of(plain, cuda_graphs=False), given * 2, rate=1e-3)

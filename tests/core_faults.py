@@ -7,8 +7,7 @@ A copy of the repository gets one fault at a time; the test beside it must then 
 the tests. Each row is a fragment that occurs exactly once in the file, what stands there instead, and the test.
 """
 
-from tests.kernels.mutations.__main__ import main
-from tests.kernels.mutations.fault import Fault
+from tests.support.faults import Fault, main
 
 PACK = "functional/test_packing.py::test_a_layout_says_where_each_token_lies_and_packing_moves_each_once"
 VALUES = "functional/test_attention.py::test_values_and_gradients_are_those_of_the_formula"

@@ -9,27 +9,70 @@ import fastformer
 from fastformer.functional import attention
 from fastformer.functional.attention import fused as fused_attention
 from fastformer_kernels.attention.arguments import Arguments
+from tests.support.closeness import gradients
 from tests.support.fused_op import DEVICE, INTERPRETED, assert_as_accurate_as_reference, poisoned
 
 INF = math.inf
 DTYPES = [torch.float32, torch.float16] + ([] if INTERPRETED else [torch.bfloat16])
 
 
-def heads(B: int, H: int, T: int, S: int, K: int, kv_heads: int | None = None) -> list[Tensor]:
+def heads(B: int, H: int, T: int, S: int, K: int, kv_heads: int | None = None, V: int | None = None) -> list[Tensor]:
+    """Queries, keys and values in fp64, values of another head size if V is given."""
     kv_heads = H if kv_heads is None else kv_heads
-    return [torch.randn(B, h, n, K, dtype=torch.float64) for h, n in ((H, T), (kv_heads, S), (kv_heads, S))]
+    shapes = (B, H, T, K), (B, kv_heads, S, K), (B, kv_heads, S, K if V is None else V)
+    return [torch.randn(shape, dtype=torch.float64) for shape in shapes]
 
 
-def check(inputs: list[Tensor], dtype: torch.dtype, **rules) -> None:
-    mask = rules.pop("mask", None)
-    moved = {name: x.to(DEVICE) if isinstance(x, Tensor) else x for name, x in rules.items()}
-    if mask is None or mask.dtype == torch.bool:
-        held = None if mask is None else mask.to(DEVICE)
-        assert_as_accurate_as_reference(lambda q, k, v: attention(q, k, v, held, **moved), inputs, dtype)
-    else:
-        assert_as_accurate_as_reference(
-            lambda q, k, v, m: attention(q, k, v, m, **moved), [*inputs, mask.double()], dtype
-        )
+def by_distance(H: int, positions: int) -> Tensor:
+    return torch.randn(H, 2 * positions - 1, dtype=torch.float64)
+
+
+def moved(rules: dict) -> dict:
+    return {name: x.to(DEVICE) if isinstance(x, Tensor) else x for name, x in rules.items()}
+
+
+def check(inputs: list[Tensor], dtype: torch.dtype, names: tuple[str, ...] = (), *, op=attention, **rules) -> None:
+    """Compare output and gradients of q, k, v, of what is named, and of an additive mask."""
+    rules = moved(rules)
+    if "mask" in rules and rules["mask"].is_floating_point():
+        names, inputs = (*names, "mask"), [*inputs, rules.pop("mask").double()]
+    assert_as_accurate_as_reference(
+        lambda *x: op(*x[:3], **dict(zip(names, x[3:], strict=True)), **rules), inputs, dtype
+    )
+
+
+def check_decoding(inputs: list[Tensor], own: dict[str, Tensor] | None = None, **rules) -> None:
+    """Compare what a step of decoding gives, in each dtype, with the formula in fp64 of the same inputs."""
+    rules = moved(rules)
+    for dtype in DTYPES:
+        q, k, v = (x.to(DEVICE, dtype) for x in inputs)
+        given = {name: x.to(DEVICE, dtype) for name, x in (own or {}).items()}
+        with torch.no_grad():
+            assert fused_attention.decodes(q, k, v, *given.values())
+            found = fused(attention, q, k, v, **rules, **given)
+            wide = {name: x.double() for name, x in given.items()}
+            exact = plain(attention, *(x.double() for x in (q, k, v)), **rules, **wide)
+        assert found.dtype == dtype
+        assert found.shape == exact.shape
+        assert (found.double() - exact).abs().max() <= 8 * torch.finfo(dtype).eps * exact.abs().max()
+
+
+def check_second_derivative(x: list[Tensor], call) -> None:
+    """Compare the gradients of the squares of the gradients of a call's squares."""
+    both = []
+    for run in (fused, plain):
+        first = torch.autograd.grad(call(run).square().sum(), x, create_graph=True)
+        both.append(torch.autograd.grad(sum(g.square().sum() for g in first), x))
+    for a, e in zip(*both, strict=True):
+        torch.testing.assert_close(a, e, rtol=1e-4, atol=1e-4)
+
+
+def check_empty(x: list[Tensor], own: dict[str, Tensor] | None = None, **rules) -> None:
+    """No query, key or batch: the output is empty or zero, and so are the gradients."""
+    out = fused(attention, *x[:3], **(own or {}), **rules)
+    assert out.shape == (*x[0].shape[:3], x[2].shape[3])
+    assert not out.any()
+    assert not any(g.any() for g in gradients(out, x))
 
 
 B, T, S = 3, 40, 75  # fp32 tiles are 32 to 64 wide: whole tiles, cut tiles and tiles of padding alone all occur
@@ -63,19 +106,23 @@ RULES = {
         "causal": True,
         "alignment": "bottom_right",
     },
+    "to the last key of each": lambda: {
+        "key_lengths": torch.tensor([S, 1, 9]),
+        "query_lengths": QUERIES,
+        "alignment": "bottom_right",
+    },
     "left padding, causal": lambda: {"key_mask": left_padding(), "causal": True},
     "gaps": lambda: {"key_mask": gaps()},
     "gaps and lengths": lambda: {"key_mask": gaps(), "key_lengths": LENGTHS},
     "window": lambda: {"window": (9, 3)},
     "causal window": lambda: {"window": (20, None), "causal": True, "alignment": "bottom_right"},
     "window to the right, lengths": lambda: {"window": (None, 2), "key_lengths": LENGTHS},
+    "window to the right, bottom_right": lambda: {"window": (None, 2), "alignment": "bottom_right"},
     "softcap": lambda: {"softcap": 1.5},
     "large softcap": lambda: {"softcap": 50.0},
     "softcap, mask": lambda: {"softcap": 2.0, "mask": additive(T, S)},
-    "scale": lambda: {"scale": 0.3},
     "negative scale": lambda: {"scale": -0.3},
-    "bool [T, S]": lambda: {"mask": torch.rand(T, S) < 0.6},
-    "bool [B, 1, 1, S], as key mask": lambda: {"mask": gaps()[:, None, None]},
+    "bool [T, S], fully masked rows": lambda: {"mask": (torch.rand(T, S) < 0.6) & (torch.arange(T) % 7 > 0)[:, None]},
     "bool [B, 1, 1, S] and key mask": lambda: {"mask": gaps()[:, None, None], "key_mask": left_padding()},
     "bool [B, 1, T, S], causal": lambda: {"mask": torch.rand(B, 1, T, S) < 0.6, "causal": True},
     "additive [S]": lambda: {"mask": additive(1, S)[0]},
@@ -117,15 +164,37 @@ def take_the_fast_way(monkeypatch) -> None:
     monkeypatch.setattr(fused_attention, "_backward", lambda *x: backward(*x[:10], True, *x[11:]))
 
 
-def op_arguments(packed: bool, options: bool) -> tuple[Tensor, Tensor, Tensor, Arguments]:
-    """Tensors and arguments as the registered ops take them."""
-    bounds = torch.tensor([[0, 5, 0, 0, 5, 0, 0, 0], [5, 3, 5, 0, 3, 0, 0, 0]], dtype=torch.int32, device=DEVICE)
+def op_arguments(packed: bool, options: bool) -> tuple[list[Tensor], Arguments]:
+    """Return tensors and arguments as the registered ops take them."""
     if packed:
-        q, k, v = (torch.randn(8, 2, 16, device=DEVICE) for _ in range(3))
-        return q, k, v, Arguments(queries=5, keys=5, scale=0.25, right=0, bounds=bounds)
-    q, k, v = (torch.randn(2, 2, n, 16, device=DEVICE) for n in (5, 7, 7))
+        return [torch.randn(8, 2, 16, device=DEVICE) for _ in range(3)], Arguments(5, 5, 0.25, right=0)
+    tensors = [torch.randn(2, 2, n, 16, device=DEVICE) for n in (5, 7, 7)]
     mask = torch.randn(5, 7, device=DEVICE) if options else None
     seed = torch.tensor([3], device=DEVICE) if options else None
-    dropout_p = 0.1 if options else 0.0
-    arguments = Arguments(queries=5, keys=7, scale=0.25, shift=2, right=0, dropout_p=dropout_p, mask=mask, seed=seed)
-    return q, k, v, arguments
+    return tensors, Arguments(5, 7, 0.25, shift=2, right=0, dropout_p=0.1 if options else 0.0, mask=mask, seed=seed)
+
+
+def check_opcheck(tensors: list[Tensor], settings: Arguments) -> Tensor:
+    """Hold every registered op that arguments are for to torch's opcheck; return the log-sum-exp."""
+    ops, packed = torch.ops.fastformer, tensors[0].dim() == 3
+    if packed:
+        bounds = torch.tensor([[0, 5, 0, 0, 5, 0, 0, 0], [5, 3, 5, 0, 3, 0, 0, 0]], dtype=torch.int32, device=DEVICE)
+        settings = settings._replace(bounds=bounds)
+    out, lse = ops.attention_forward(*tensors, *settings)
+    saved = (out, *tensors, out, lse, None, None)  # the output is as good a gradient as any
+    delta = ops.attention_backward(*saved, False, False, False, *settings)[-1]
+    calls = [(ops.attention_forward, (*tensors, *settings))]
+    for wants_q, wants_keys in ((True, True), (True, False), (False, True), (False, False)):
+        calls.append((ops.attention_backward, (*saved, wants_q, wants_keys, False, *settings)))
+    if settings.distance_bias is not None:
+        calls.append((ops.attention_bias_gradient, (out, *tensors, lse, delta, None, *settings)))
+    if settings.mask is not None:
+        calls.append((ops.attention_mask_gradient, (out, *tensors, lse, delta, None, *settings)))
+    if not packed:
+        q, k, v = tensors
+        calls.append((ops.attention_weights, (q, k, lse, *settings)))
+        step = settings._replace(queries=1, mask=None, seed=None, dropout_p=0.0)
+        calls.append((ops.attention_decode, (q[:, :, :1], k, v, *step)))
+    for op, arguments in calls:
+        torch.library.opcheck(op.default, arguments, test_utils=("test_schema", "test_faketensor"))
+    return lse

@@ -1,4 +1,4 @@
-"""What the tests of the fused norms share: shapes, random numbers, and how to make small inputs use many programs."""
+"""What tests of the fused norms share: random numbers, autocast, and how to make small inputs use many programs."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -9,12 +9,6 @@ from torch import Tensor
 
 from fastformer.functional import choice
 from tests.support.fused_op import DEVICE
-
-DTYPES = [torch.float32, torch.float16, torch.bfloat16]
-# One number; ragged, in one tile; more than a tile of rows, the last of them part empty; columns that fill the tile.
-SHAPES = [(1, 1), (5, 3, 7), (131, 20), (3, 64)]
-# Rows that fill the widest tile, and 16 numbers more; not a multiple of 16, where the limit is 4096.
-LONG_ROWS = [(8192, torch.float32), (8208, torch.bfloat16), (4100, torch.float32)]
 
 
 def random(*shape: int, dtype: torch.dtype = torch.float64) -> Tensor:

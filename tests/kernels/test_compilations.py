@@ -19,11 +19,11 @@ def facts():
 
 def test_every_form_is_launched_at_every_length(facts):
     assert len(facts["launches"]) == 21
-    assert all(launches >= 2 * 100 for launches in facts["launches"].values()), facts["launches"]
+    assert all(launches >= 2 * 38 for launches in facts["launches"].values()), facts["launches"]
     assert len(facts["kernels"]) == 26
 
 
-def test_one_variant_for_a_hundred_lengths(facts):
+def test_one_variant_for_all_lengths(facts):
     """Each of them first met where the configuration was: a dtype, an option, or a tile that lengths decide on."""
     for kernel, configurations in facts["kernels"].items():
         for configuration, places in configurations.items():

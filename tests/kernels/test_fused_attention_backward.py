@@ -12,42 +12,72 @@ from fastformer.functional.attention import fused as fused_attention
 from fastformer.packing import Layout
 from fastformer_kernels.host import launch
 from fastformer_kernels.host.architecture import architecture_of
-from tests.kernels.attention_cases import DTYPES, check, fused, heads, on_device, op_arguments, plain, take_the_fast_way
+from tests.kernels.attention_cases import (
+    DTYPES,
+    by_distance,
+    check,
+    check_second_derivative,
+    fused,
+    heads,
+    moved,
+    on_device,
+    op_arguments,
+    plain,
+    take_the_fast_way,
+)
 from tests.support.closeness import gradients
 from tests.support.fused_op import DEVICE, assert_as_accurate_as_reference, needs_kernels
 
 pytestmark = needs_kernels
 
 
-@pytest.mark.parametrize("wanted", [(0,), (1,), (2,), (1, 2)])
+@pytest.mark.parametrize("wanted", [(0,), (1,), (2,), (1, 2), (3,), (4,), (0, 4), (1, 3)])
 def test_only_the_gradients_that_are_wanted(wanted, monkeypatch):
+    """Of q, k and v, and of a bias and sinks, which are 3 and 4."""
     asked, backward = [], fused_attention._backward
     monkeypatch.setattr(fused_attention, "_backward", lambda *x: asked.append(x[8:10]) or backward(*x))
-    x = [t.detach().requires_grad_(i in wanted) for i, t in enumerate(on_device(*heads(1, 2, 20, 30, 16)))]
-    leaves = [x[i] for i in wanted]
-    found, expected = (gradients(run(attention, *x), leaves) for run in (fused, plain))
+    x = on_device(*heads(1, 2, 20, 30, 16), *([by_distance(2, 30), torch.randn(2)] if max(wanted) > 2 else []))
+    x = [t.detach().requires_grad_(i in wanted) for i, t in enumerate(x)]
+    leaves, own = [x[i] for i in wanted], dict(zip(("distance_bias", "sinks"), x[3:], strict=False))
+    found, expected = (gradients(run(attention, *x[:3], **own), leaves) for run in (fused, plain))
     for a, e in zip(found, expected, strict=True):
         torch.testing.assert_close(a, e)
     assert asked == [(0 in wanted, 1 in wanted or 2 in wanted)]
 
 
+OWN = {
+    "mask": lambda: {"mask": torch.randn(40, 70)},
+    "bias and sinks": lambda: {"distance_bias": by_distance(2, 70), "sinks": torch.randn(2)},
+    "nothing": lambda: {},
+}
+
+
 @pytest.mark.parametrize(
-    "rules", [{}, {"causal": True}, {"key_lengths": torch.tensor([70, 66])}, {"softcap": 1.0}], ids=str
+    ("own", "V", "rules", "fast"),
+    [
+        pytest.param("mask", 16, {}, False, id="mask"),
+        pytest.param("mask", 16, {"causal": True}, True, id="mask, causal, fast"),
+        pytest.param("mask", 16, {"key_lengths": torch.tensor([70, 66])}, True, id="mask, lengths, fast"),
+        pytest.param("mask", 16, {"softcap": 1.0}, False, id="mask, softcap"),
+        pytest.param("bias and sinks", 16, {"causal": True, "window": (30, None)}, False, id="bias, causal, window"),
+        pytest.param("bias and sinks", 16, {}, True, id="bias, fast"),
+        pytest.param("nothing", 40, {}, True, id="wider values, fast"),
+        pytest.param("nothing", 8, {}, False, id="narrower values"),
+        pytest.param("nothing", 200, {}, True, id="values too wide for the fast way"),
+    ],
 )
-@pytest.mark.parametrize("fast", [False, True])
-def test_gradients_use_the_mask_of_the_forward_pass(rules, fast, monkeypatch):
+def test_gradients_use_the_mask_of_the_forward_pass(own, V, rules, fast, monkeypatch):
     """The mask is read off the weights; the gradients must be those of plain attention with that mask."""
-    rules = {key: x.to(DEVICE) if isinstance(x, Tensor) else x for key, x in rules.items()}
-    q, k, v = on_device(*heads(2, 2, 40, 70, 16, 1))  # two query heads of one key head have masks of their own
-    bias = torch.randn(40, 70, device=DEVICE, requires_grad=True)
+    options = OWN[own]()
+    # Two query heads of one key head have masks of their own.
+    x = on_device(*heads(2, 2, 40, 70, 16, 1, V), *options.values())
+    settings = dict(zip(options, x[3:], strict=True)) | moved(rules)
     if fast:
         take_the_fast_way(monkeypatch)
-    out, dropped = fused(attention_with_weights, q, k, v, bias, dropout_p=0.4, **rules)
-    found = gradients(out, [q, k, v, bias])
-    _, weights = plain(attention_with_weights, q, k, v, bias, **rules)
-    keep = (dropped != 0).float() / 0.6
-    expected = gradients(torch.matmul(weights * keep, v), [q, k, v, bias])
-    for a, e in zip(found, expected, strict=True):
+    out, dropped = fused(attention_with_weights, *x[:3], dropout_p=0.4, **settings)
+    _, weights = plain(attention_with_weights, *x[:3], **settings)
+    expected = gradients(torch.matmul(weights * (dropped != 0) / 0.6, x[2]), x)
+    for a, e in zip(gradients(out, x), expected, strict=True):
         torch.testing.assert_close(a, e, rtol=1e-3, atol=1e-4)
 
 
@@ -79,8 +109,8 @@ def test_delta_has_a_kernel_only_where_dq_has_none(monkeypatch):
         monkeypatch.setattr(
             module, "launch", lambda kernel, *x, launch=launch, **y: launched.append(kernel) or launch(kernel, *x, **y)
         )
-    q, k, v, settings = op_arguments(False, False)
-    q, k, v = q.half(), k.half(), v.half()  # fp32 has no registers for it in the kernel of dQ
+    tensors, settings = op_arguments(False, False)
+    q, k, v = (x.half() for x in tensors)  # fp32 has no registers for it in the kernel of dQ
     dout, added = torch.randn_like(q), torch.randn(q.shape[:3], device=DEVICE)
     out, lse = torch.ops.fastformer.attention_forward(q, k, v, *settings)
     for dweights in (None, torch.zeros(*q.shape[:3], 7, dtype=q.dtype, device=DEVICE)):
@@ -121,15 +151,8 @@ def test_deterministic_algorithms_close_the_fast_way(monkeypatch):
 
 
 def test_the_second_derivative_goes_through_the_formula():
-    x = on_device(*heads(1, 2, 5, 7, 16))
-    mask = torch.randn(5, 7, device=DEVICE, requires_grad=True)
-    found = []
-    for run in (fused, plain):
-        out = run(attention, *x, mask, causal=True)
-        first = torch.autograd.grad(out.square().sum(), [*x, mask], create_graph=True)
-        found.append(torch.autograd.grad(sum(g.square().sum() for g in first), [*x, mask]))
-    for a, e in zip(*found, strict=True):
-        torch.testing.assert_close(a, e, rtol=1e-4, atol=1e-4)
+    x = [*on_device(*heads(1, 2, 5, 7, 16)), torch.randn(5, 7, device=DEVICE, requires_grad=True)]
+    check_second_derivative(x, lambda run: run(attention, *x, causal=True))
 
 
 def masks(kind: torch.dtype) -> dict[str, Tensor | float]:

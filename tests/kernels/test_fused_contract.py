@@ -3,15 +3,13 @@
 The calls are in fused_calls.py, one line an op.
 """
 
-import copy
 import json
-import pickle
 from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.checkpoint import checkpoint
 
@@ -21,7 +19,7 @@ from fastformer.backend import BackendError
 from fastformer.functional import choice
 from fastformer.host import autograd_function
 from tests.support.closeness import assert_close, gradients
-from tests.support.fused_calls import CALLS, D, F, V, leaves, tensors
+from tests.support.fused_calls import CALLS, leaves, tensors
 from tests.support.fused_op import DEVICE, needs_kernels
 from tests.support.python import python
 
@@ -182,41 +180,33 @@ def test_dropout_draws_anew_each_time(op, run):
         assert not all(torch.equal(a, b) for a, b in zip(run(inputs, 0.5), run(inputs, 0.5), strict=True))
 
 
-@needs_kernels
-@OPS
-def test_compiled_as_eager(op, run):
-    torch._dynamo.reset()
-    inputs = leaves(op, N, DEVICE)
-    compiled = torch.compile(lambda *inputs: run(inputs, 0.5), fullgraph=True, backend="aot_eager")
-    with fastformer.backend("triton"):
-        torch.manual_seed(1)
-        expected = run(inputs, 0.5)
-        torch.manual_seed(1)
-        found = compiled(*inputs)
-        for a, b in zip(found, expected, strict=True):
-            assert_close(a, b)
-        for a, b in zip(gradients(found, inputs), gradients(expected, inputs), strict=True):
-            assert_close(a, b)
-            assert b.any()
-
-
-def shared(op: str) -> list[Tensor]:
-    """Inputs of the same shape are one tensor, as in self-attention."""
+def shared(op: str, n: int, device: str) -> list[Tensor]:
+    """Return inputs of which those of one shape are one tensor, as in self-attention."""
     by_shape: dict[torch.Size, Tensor] = {}
-    return [by_shape.setdefault(x.shape, x) for x in leaves(op, N, DEVICE)]
+    return [by_shape.setdefault(x.shape, x) for x in leaves(op, n, device)]
 
 
 @needs_kernels
-@OPS
-def test_compiled_with_one_tensor_in_several_places(op, run):
+@pytest.mark.parametrize(
+    ("op", "of"),
+    [(op, leaves) for op in CALLS]
+    + [(op, shared) for op in CALLS if len({*CALLS[op].shapes(N)}) < len(CALLS[op].shapes(N))],
+)
+def test_compiled_as_eager(op, of, run):
+    """With dropout; also with one tensor in several places."""
     torch._dynamo.reset()
-    inputs = shared(op)
-    given = list(dict.fromkeys(inputs))
-    compiled = torch.compile(lambda: run(inputs), fullgraph=True, backend="aot_eager")
+    inputs = of(op, N, DEVICE)
+    distinct = list(dict.fromkeys(inputs))
+    compiled = torch.compile(lambda: run(inputs, 0.5), fullgraph=True, backend="aot_eager")
     with fastformer.backend("triton"):
-        found, expected = compiled(), run(inputs)
-        for a, b in zip([*found, *gradients(found, given)], [*expected, *gradients(expected, given)], strict=True):
-            assert_close(a, b)
+        results = []
+        for call in (compiled, lambda: run(inputs, 0.5)):
+            torch.manual_seed(1)
+            outputs = call()
+            results.append([*outputs, *gradients(outputs, distinct)])
+    for a, b in zip(*results, strict=True):
+        assert_close(a, b)
+        assert b.any()
 
 
 @needs_kernels
@@ -225,7 +215,7 @@ def test_compiled_with_one_tensor_in_several_places(op, run):
 @pytest.mark.parametrize("inputs", ["one tensor in several places", "one made of the other"])
 def test_gradients_that_are_differentiable_are_the_same_gradients(op, run, backend, inputs):
     if inputs == "one tensor in several places":
-        given = list(dict.fromkeys(places := shared(op)))
+        given = list(dict.fromkeys(places := shared(op, N, DEVICE)))
     else:
         given = leaves(op, N, DEVICE)
         places = [given[0], *(x + given[0].sum() / 4 for x in given[1:])]
@@ -270,48 +260,11 @@ def test_dropout_has_no_second_derivative(op, run):
             torch.autograd.grad([x.sum() for x in outputs], inputs, create_graph=True)
 
 
-MODULES = {
-    "LayerNorm": lambda: (fastformer.LayerNorm(D), torch.randn(2, 3, D)),
-    "RMSNorm": lambda: (fastformer.RMSNorm(D), torch.randn(2, 3, D)),
-    "FeedForward": lambda: (fastformer.FeedForward(D, F, activation="swiglu"), torch.randn(2, 3, D)),
-    "LinearCrossEntropy": lambda: (fastformer.LinearCrossEntropy(D, V), torch.randn(2, 3, D), torch.ones(2, 3).long()),
-    "MultiheadAttention": lambda: (
-        fastformer.MultiheadAttention(D, 2, 0.1, batch_first=True),
-        *[torch.randn(2, 3, D)] * 3,
-    ),
-    "TransformerDecoderLayer": lambda: (
-        fastformer.TransformerDecoderLayer(D, 2, F, batch_first=True, norm_first=True),
-        *[torch.randn(2, 3, D)] * 2,
-    ),
-    "Embedding": lambda: (fastformer.apps.models.embeddings.Embedding(V, D), torch.arange(3), torch.arange(3), 3),
-}
-
-
-@needs_kernels
-@pytest.mark.parametrize("name", MODULES)
-def test_copies_of_modules(name):
-    """Before and after use, they compute the same, dropout included, and have parameters of their own."""
-    module, *inputs = MODULES[name]()
-    module.to(DEVICE)
-    inputs = [x.to(DEVICE) if isinstance(x, Tensor) else x for x in inputs]
-
-    def outputs(module: nn.Module) -> list[Tensor]:
-        torch.manual_seed(1)
-        found = module(*inputs)
-        found = [x for x in tensors(found) if x is not None]
-        return [*found, *gradients(found, module.parameters())]
-
-    with fastformer.backend("triton"):
-        before = copy.deepcopy(module)
-        expected = outputs(module)
-        for twin in (before, pickle.loads(pickle.dumps(module))):
-            assert not {id(x) for x in twin.parameters()} & {id(x) for x in module.parameters()}
-            for a, b in zip(outputs(twin), expected, strict=True):
-                assert torch.equal(a, b)
-
-
-def facts(*arguments: str) -> dict[str, list[str]]:
-    ran = python(TESTS / "facts/kernel_facts.py", *arguments, TRITON_INTERPRET="0", OMP_NUM_THREADS="1")
+@pytest.fixture(scope="module")
+def narrow_offsets() -> dict[str, list[str]]:
+    """What breaks the rule of 64 bits in each kernel, of all cases and of the deliberate faults."""
+    program = TESTS / "facts/kernel_facts.py"
+    ran = python(program, "benchmarks.codegen.cases", "facts.offset_faults", TRITON_INTERPRET="0", OMP_NUM_THREADS="1")
     assert ran.returncode == 0, ran.stderr
     found: dict[str, list[str]] = json.loads(ran.stdout.splitlines()[-1])
     return found
@@ -319,20 +272,14 @@ def facts(*arguments: str) -> dict[str, list[str]]:
 
 @pytest.mark.slow
 @needs_triton
-def test_offsets_are_of_64_bits():
-    """Tensors of more than 2^31 elements: no index is multiplied with a stride in 32 bits."""
-    found = facts()
-    assert {name.split(".")[0] for name in found} >= {"linear_cross_entropy", "feed_forward"}
-    assert not {name: broken for name, broken in found.items() if broken}
-
-
-@pytest.mark.slow
-@needs_triton
-def test_offsets_of_32_bits_are_reported():
-    found = facts("offset_faults")
-    assert len(found) == 15
-    for name, broken in found.items():
-        assert bool(broken) == (".bad_" in name), (name, broken)
+def test_offsets_are_of_64_bits(narrow_offsets):
+    """Tensors of more than 2^31 elements: no index is multiplied with a stride in 32 bits; 15 kernels show the rule."""
+    faults = {name: bool(broken) for name, broken in narrow_offsets.items() if ".bad_" in name or ".good_" in name}
+    assert len(faults) == 15
+    assert all(is_broken == (".bad_" in name) for name, is_broken in faults.items()), faults
+    kernels = narrow_offsets.keys() - faults.keys()
+    assert {name.split(".")[0] for name in kernels} >= {"linear_cross_entropy", "feed_forward"}
+    assert not {name: narrow_offsets[name] for name in kernels if narrow_offsets[name]}
 
 
 class Marked(Tensor):

@@ -1,8 +1,9 @@
-"""The fused layer norm and RMS norm: values, gradients, numerics, tiles, registered ops.
+"""Layer norm and RMS norm, alone and after dropout and a sum: values, gradients, numerics, tiles, registered ops.
 
 Compilation, checkpointing, second derivatives and refused dtypes are in `test_fused_contract.py`, of every op.
 """
 
+import math
 from collections.abc import Callable
 from functools import partial
 from typing import NamedTuple
@@ -14,20 +15,11 @@ from torch import Tensor
 from torch._subclasses import FakeTensorMode
 
 import fastformer
-from fastformer.functional import dropout_add_layer_norm, layer_norm, rms_norm
+from fastformer.functional import dropout_add_layer_norm, dropout_add_rms_norm, layer_norm, rms_norm
 from fastformer.functional.norms import fused
-from fastformer.functional.norms.op import output_dtype
-from tests.kernels.norm_cases import (
-    DTYPES,
-    LONG_ROWS,
-    SHAPES,
-    cuda_autocast,
-    random,
-    record_partials,
-    use_one_multiprocessor,
-)
+from tests.kernels.norm_cases import cuda_autocast, random, record_partials, use_one_multiprocessor
 from tests.support.closeness import assert_close, gradients
-from tests.support.fused_op import DEVICE, assert_as_accurate_as_reference, needs_kernels
+from tests.support.fused_op import DEVICE, assert_as_accurate_as_reference, needs_kernels, poisoned
 
 pytestmark = [
     needs_kernels,
@@ -36,34 +28,52 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:Mismatch dtype between input and weight"),
 ]
 
+DTYPES = [torch.float32, torch.float16, torch.bfloat16]
+# One number; ragged, in one tile; more than a tile of rows, the last of them part empty; columns that fill the tile.
+SHAPES = [(1, 1), (5, 3, 7), (131, 20), (3, 64)]
+# Rows that fill the widest tile, and 16 numbers more; not a multiple of 16, where the limit is 4096.
+LONG_ROWS = [(8192, torch.float32), (8208, torch.bfloat16), (4100, torch.float32)]
+
 
 class Norm(NamedTuple):
-    """An op, torch's function, and the number of parameters."""
+    """An op, torch's function, the names of the parameters, and whether it drops out and adds to a residual."""
 
-    name: str
-    op: Callable[..., Tensor]
+    op: Callable[..., Tensor | tuple[Tensor, Tensor]]
     of_torch: Callable[..., Tensor]
-    parameters: int
+    parameters: tuple[str, ...]
+    adds: bool
 
-    def inputs(self, *shape: int, dtype: torch.dtype = torch.float64) -> list[Tensor]:
-        """Return x and the parameters."""
-        return [random(*shape, dtype=dtype), *(random(shape[-1], dtype=dtype) for _ in range(self.parameters))]
+    def inputs(self, *shape: int, affine: str = "weight and bias", dtype: torch.dtype = torch.float64) -> list[Tensor]:
+        """Return x, the residual of an op that adds, and the parameters."""
+        rows = [random(*shape, dtype=dtype) for _ in range(1 + self.adds)]
+        return [*rows, *(random(shape[-1], dtype=dtype) if name in affine else None for name in self.parameters)]
 
     def leaves(self, *shape: int) -> list[Tensor]:
-        """Return x and the parameters in fp32, with gradients."""
+        """Return those in fp32, with gradients."""
         return [t.requires_grad_() for t in self.inputs(*shape, dtype=torch.float32)]
 
-    def __call__(self, x: Tensor, *parameters: Tensor | None, N: int, eps: float = 1e-5) -> Tensor:
-        return self.op(x, N, *parameters, eps=eps)
+    def __call__(self, *inputs: Tensor | None, N: int | tuple[int, ...], eps: float = 1e-5, **options: float):
+        """Return the normalised rows, and for an op that adds the sum, too."""
+        rows, parameters = inputs[: 1 + self.adds], inputs[1 + self.adds :]
+        found = self.op(*rows, N, *parameters, eps=eps, **options)
+        return found if self.adds else (found,)
 
-    def formula(self, x: Tensor, *parameters: Tensor) -> Tensor:
-        return self.of_torch(x, x.shape[-1:], *parameters, eps=1e-5)
+    def formula(self, *inputs: Tensor) -> tuple[Tensor, ...]:
+        """Return what torch makes of them, without dropout."""
+        rows, parameters = inputs[: 1 + self.adds], inputs[1 + self.adds :]
+        s = sum(rows[::-1])
+        return (self.of_torch(s, s.shape[-1:], *parameters, eps=1e-5), s)[: 1 + self.adds]
 
 
 NORMS = {
-    "layer_norm": Norm("layer_norm", layer_norm, F.layer_norm, 2),
-    "rms_norm": Norm("rms_norm", rms_norm, F.rms_norm, 1),
+    "layer_norm": Norm(layer_norm, F.layer_norm, ("weight", "bias"), False),
+    "rms_norm": Norm(rms_norm, F.rms_norm, ("weight",), False),
+    "dropout_add_layer_norm": Norm(dropout_add_layer_norm, F.layer_norm, ("weight", "bias"), True),
+    "dropout_add_rms_norm": Norm(dropout_add_rms_norm, F.rms_norm, ("weight",), True),
 }
+ALONE, ADDING = ([name for name in NORMS if NORMS[name].adds == adds] for adds in (False, True))
+of_adding = pytest.mark.parametrize("norm", ADDING, indirect=True)
+of_alone = pytest.mark.parametrize("norm", ALONE, indirect=True)
 
 
 @pytest.fixture(params=NORMS)
@@ -71,40 +81,53 @@ def norm(request):
     return NORMS[request.param]
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("shape", SHAPES)
+def combinations() -> list:
+    """Return ops, parameters and results, each with each shape and with each dtype, a third of all of these."""
+    ways = [("layer_norm", affine, "norm") for affine in ("weight and bias", "weight", "bias", "none")]
+    ways += [("rms_norm", "weight", "norm"), ("rms_norm", "none", "norm"), ("dropout_add_layer_norm", "bias", "sum")]
+    ways += [("dropout_add_layer_norm", affine, "both") for affine in ("weight and bias", "weight", "none")]
+    ways += [("dropout_add_layer_norm", "weight", "norm"), ("dropout_add_rms_norm", "none", "both")]
+    ways += [("dropout_add_rms_norm", "weight", results) for results in ("both", "norm", "sum")]
+    cases = []
+    for i, way in enumerate(ways):
+        for j, shape in enumerate(SHAPES):
+            dtype = DTYPES[(i + j + 2) % 3]
+            cases.append(pytest.param(*way, shape, dtype, id=f"{'-'.join(way)}-shape{j}-{dtype}"))
+    return cases
+
+
+@pytest.mark.parametrize(("norm", "affine", "results", "shape", "dtype"), combinations(), indirect=["norm"])
+def test_values_and_gradients(shape, norm, affine, results, dtype):
+    """Pre-norm layers use both results of what adds, post-norm layers the first."""
+    used = {"both": slice(None), "norm": slice(0, 1), "sum": slice(1, 2)}[results]
+    inputs = norm.inputs(*shape, affine=affine)
+    assert_as_accurate_as_reference(lambda *x: norm(*x, N=shape[-1], eps=1e-3)[used], inputs, dtype)
+
+
 @pytest.mark.parametrize(
-    ("norm", "affine"),
+    ("norm", "affine", "dtype"),
     [
-        *(("layer_norm", affine) for affine in ("weight and bias", "weight", "bias", "none")),
-        *(("rms_norm", affine) for affine in ("weight", "none")),
+        ("rms_norm", "weight", torch.float32),
+        ("rms_norm", "none", torch.float16),
+        ("rms_norm", "weight", torch.bfloat16),
+        *(("dropout_add_rms_norm", "weight", dtype) for dtype in DTYPES),
     ],
     indirect=["norm"],
+    ids=str,
 )
-def test_values_and_gradients(shape, norm, affine, dtype):
-    N = shape[-1]
-    names = ("weight", "bias")[: norm.parameters]
-    parameters = [random(N) if name in affine else None for name in names]
-    assert_as_accurate_as_reference(partial(norm, N=N, eps=1e-3), [random(*shape), *parameters], dtype)
-
-
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("affine", [True, False])
-def test_the_epsilon_of_rms_norm_is_fp32s_unless_given(affine, dtype):
+def test_the_epsilon_of_rms_norm_is_fp32s_unless_given(norm, affine, dtype):
     """Numbers so small that it counts; the exact result of None would have that of fp64."""
-    assert_as_accurate_as_reference(
-        lambda x, w: rms_norm(x, 7, w, None),
-        [random(5, 3, 7) * 1e-3, random(7) if affine else None],
-        dtype,
-        reference=lambda x, w: rms_norm(x, 7, w, torch.finfo(torch.float32).eps),
-    )
+    *rows, weight = norm.inputs(15, 7, affine=affine)
+    inputs = [*(1e-4 * x for x in rows), weight]
+    reference = partial(norm, N=7, eps=torch.finfo(torch.float32).eps)
+    assert_as_accurate_as_reference(partial(norm, N=7, eps=None), inputs, dtype, reference=reference)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_programs_that_walk_over_many_tiles(monkeypatch, norm, dtype):
     use_one_multiprocessor(monkeypatch)
-    # 2 programs of 32 rows a tile (N is no multiple of 16), 5 tiles, the last of 2 rows.
-    assert_as_accurate_as_reference(partial(norm, N=50), norm.inputs(130, 50), dtype)
+    # 2 programs of 32 or 16 rows a tile (N is no multiple of 16), 5 tiles, the last of 2 rows.
+    assert_as_accurate_as_reference(partial(norm, N=50), norm.inputs(66 if norm.adds else 130, 50), dtype)
 
 
 @pytest.mark.parametrize(("N", "dtype"), LONG_ROWS, ids=str)
@@ -112,6 +135,7 @@ def test_long_rows(norm, N, dtype):
     assert_as_accurate_as_reference(partial(norm, N=N), norm.inputs(2, N), dtype)
 
 
+@of_alone
 def test_very_long_rows(norm):
     N = 65552
     assert_as_accurate_as_reference(lambda x: norm(x, N=N), [random(1, N)], torch.float32)
@@ -127,22 +151,27 @@ def test_many_partial_sums():
         assert_close(total, partial_sums.sum(0))
 
 
-@pytest.mark.parametrize("N", [20, 4100])
-def test_rows_with_a_large_mean(N):
-    """Variance as mean(x^2) - mean(x)^2 would lose it: 1e4^2 has no digit left for 1."""
-    x = random(3, N, dtype=torch.float32) + torch.tensor([[1e4], [-3e3], [0.0]], device=DEVICE)
-    exact = F.layer_norm(x.double(), (N,))
-    # x itself is rounded to 1e4 * eps; the mean has an error of the same kind.
-    assert (layer_norm(x, N).double() - exact).abs().max() < 1e4 * torch.finfo(torch.float32).eps
+EQUAL, NEARLY_EQUAL, LARGE_MEAN = 0, 2, 1 << 16  # units of the numbers' own rounding
 
 
-@pytest.mark.parametrize("N", [20, 512, 4100, 8208])  # the last two have long rows
-@pytest.mark.parametrize("spread", [0, 2, 1 << 16], ids=["equal", "nearly equal", "large mean"])
-@pytest.mark.parametrize("op", ["layer_norm", "dropout_add_layer_norm"])
+@pytest.mark.parametrize(
+    ("op", "spread", "N"),
+    [
+        pytest.param(op, spread, N, id=f"{op}-{name}-{N}")
+        for op, spread, name, sizes in [  # of rows of 4100 and 8208, which are long ones
+            ("layer_norm", EQUAL, "equal", (20, 4100)),
+            ("layer_norm", NEARLY_EQUAL, "nearly equal", (20, 512, 4100, 8208)),
+            ("layer_norm", LARGE_MEAN, "large mean", (512, 8208)),
+            ("dropout_add_layer_norm", EQUAL, "equal", (512, 8208)),
+            ("dropout_add_layer_norm", NEARLY_EQUAL, "nearly equal", (512, 4100)),
+            ("dropout_add_layer_norm", LARGE_MEAN, "large mean", (20, 4100)),
+        ]
+        for N in sizes
+    ],
+)
 def test_rows_whose_mean_is_large_beside_their_deviations(op, spread, N):
     """Nothing is rounded at the size of the mean: neither the output nor a gradient."""
     means = torch.tensor([[12345.678], [-1e6], [3e-3], [7.0]])
-    # The spread in units of the numbers' own rounding.
     rounding = torch.finfo(torch.float32).eps * means.abs().log2().floor().exp2()
     x = (means + rounding * torch.randint(-spread, spread + 1, (4, N))).to(DEVICE).requires_grad_()
     weight, bias, direction = (random(*shape, dtype=torch.float32) for shape in ((N,), (N,), (4, N)))
@@ -159,6 +188,7 @@ def test_rows_whose_mean_is_large_beside_their_deviations(op, spread, N):
         assert_close(a, b.float())
 
 
+@of_alone
 def test_several_normalized_dimensions_and_strides(norm):
     def op(x, y, z, *parameters):
         first, *rest = parameters
@@ -167,40 +197,55 @@ def test_several_normalized_dimensions_and_strides(norm):
         parts = norm(z[:, :8], N=8)  # rows that begin between vectors of 16 bytes
         mixed = norm(y.transpose(0, 2), N=4)  # columns with a stride
         spread = norm(x[0, 0, 0].expand(2, 7, 5), first[0], *(b[:, 0] for b in rest), N=5)
-        return flat, rows, parts, mixed, spread.transpose(0, 1)
+        return *flat, *rows, *parts, *mixed, spread[0].transpose(0, 1)
 
     inputs = [random(2, 4, 3, 5), random(4, 2, 6), random(3, 10), random(3, 5), random(5, 3)]
-    assert_as_accurate_as_reference(op, inputs[: 3 + norm.parameters], torch.float32)
+    assert_as_accurate_as_reference(op, inputs[: 3 + len(norm.parameters)], torch.float32)
+
+
+@of_adding
+def test_several_normalized_dimensions_and_strides_of_a_sum(norm):
+    def op(x, y, w):
+        flat = norm(x, y, w, N=(3, 5))
+        mixed = norm(x.transpose(1, 3), y[:1].expand(2, 4, 3, 5).transpose(1, 3), N=4)
+        rows = norm(x[:, 1, :, 1:], y[:, 2, :, :4], N=4)
+        return *flat, *mixed, *rows
+
+    assert_as_accurate_as_reference(op, [random(2, 4, 3, 5), random(2, 4, 3, 5), random(5, 3).T], torch.float32)
 
 
 def test_gradients_with_strides(norm):
+    """Columns with a stride, rows with a stride, one number, one row."""
     leaves = norm.leaves(3, 4, 6)
-    # Columns with a stride, rows with a stride, one number, one row.
-    for direction in (random(6, 4, 3).permute(2, 1, 0), random(3, 4, 8)[..., 1:7], random(1, 1, 1), random(1, 1, 6)):
-        direction = direction.float().expand(3, 4, 6)
-        found = torch.autograd.grad(norm(*leaves, N=6), leaves, direction)
-        for a, b in zip(found, torch.autograd.grad(norm.formula(*leaves), leaves, direction), strict=True):
+    directions = [random(6, 4, 3).permute(2, 1, 0), random(3, 4, 8)[..., 1:7], random(1, 1, 1), random(1, 1, 6)]
+    directions = [t.float().expand(3, 4, 6) for t in directions]
+    for i in range(4):
+        of_results = [directions[i], directions[i - 1]][: 1 + norm.adds]
+        found = torch.autograd.grad(norm(*leaves, N=6), leaves, of_results)
+        for a, b in zip(found, torch.autograd.grad(norm.formula(*leaves), leaves, of_results), strict=True):
             assert_close(a, b)
 
 
-@pytest.mark.parametrize("shape", [(0, 4), (2, 0, 4)])
-def test_no_rows(norm, shape):
+@pytest.mark.parametrize(("shape", "p"), [((0, 4), 0.0), ((2, 0, 4), 0.5)])
+def test_no_rows(norm, shape, p):
     leaves = norm.leaves(*shape)
-    out = norm(*leaves, N=4)
-    dx, *others = gradients(out, leaves)
-    assert out.shape == dx.shape == shape
-    assert not any(grad.any() for grad in others)
+    outputs = norm(*leaves, N=4, **({"dropout_p": p} if norm.adds else {}))
+    found = gradients(outputs, leaves)
+    assert all(out.shape == shape for out in outputs)
+    assert [grad.shape for grad in found] == [x.shape for x in leaves]
+    assert not any(grad.any() for grad in found)
 
 
+@of_alone
 def test_mixed_dtypes(norm):
     """Results have the dtype of x, gradients those of the inputs."""
     for one, two in [(torch.bfloat16, torch.float32), (torch.float32, torch.float16), (torch.float16, torch.bfloat16)]:
         x, *parameters = norm.inputs(5, 24)
         leaves = [t.requires_grad_() for t in (x.to(one), *(p.to(two) for p in parameters))]
-        out = norm(*leaves, N=24)
+        (out,) = norm(*leaves, N=24)
         assert out.dtype == one
         wide = [t.detach().double().requires_grad_() for t in leaves]
-        expected = norm.formula(*wide)
+        (expected,) = norm.formula(*wide)
         assert_close(out, expected.to(one), roundings=4)
         direction = random(5, 24).to(one)
         grads = torch.autograd.grad(out, leaves, direction)
@@ -208,27 +253,80 @@ def test_mixed_dtypes(norm):
             assert_close(a, b.to(t.dtype), roundings=4)
 
 
-def test_wrong_shapes_raise_torchs_errors(norm):
+# From 4096 on, gradients of two dtypes are written by other kernels.
+@of_adding
+@pytest.mark.parametrize(("M", "N"), [(5, 24), (2, 4112)])
+def test_mixed_dtypes_of_a_sum(norm, M, N):
+    """Under autocast x is in half precision and the residual in fp32: s has the dtype to which they promote."""
+    pairs = [(torch.bfloat16, torch.float32), (torch.float32, torch.float16), (torch.float16, torch.bfloat16)]
+    for one, two in pairs if N < 4096 else pairs[:1]:
+        x, residual, *parameters = norm.inputs(M, N, dtype=torch.float32)
+        leaves = [t.requires_grad_() for t in (x.to(one), residual.to(two), *parameters)]
+        y, s = norm(*leaves, N=N)
+        wide = [t.detach().double().requires_grad_() for t in leaves]
+        expected = norm.formula(*wide)
+        assert y.dtype == s.dtype == torch.float32
+        assert_close(y, expected[0].float())
+        assert_close(s, expected[1].float())
+        for a, b, t in zip(gradients((y, s), leaves), gradients(expected, wide), leaves, strict=True):
+            assert_close(a, b.to(t.dtype), roundings=100 if t.dtype == torch.float32 else 4)
+
+
+def test_what_is_refused(norm):
+    """Wrong shapes, with torch's own errors; a residual that kernels cannot take."""
     x, weight = random(2, 3).float(), random(3).float()
     with pytest.raises(RuntimeError, match="normalized_shape"):
-        norm(x, N=4)
-    if norm.name == "layer_norm":
+        norm(*[x] * (1 + norm.adds), N=4)
+    if norm.op is layer_norm:
         with pytest.raises(RuntimeError, match="weight"):
             norm(x, weight[:2], N=3)
+    if norm.adds:
+        with pytest.raises(RuntimeError, match=rf"{norm.op.__name__} takes float32, .* not float64"):
+            norm(x, x.double(), N=3)
+        with fastformer.backend("auto"):
+            assert norm(x, x.double(), N=3)[1].dtype == torch.float64
 
 
+@of_alone
 def test_only_wanted_gradients(monkeypatch, norm):
     """Nothing is allocated or computed for the others; rows may be added up in another order."""
-    asked = record_partials(monkeypatch, norm.name)
+    asked = record_partials(monkeypatch, norm.op.__name__)
     tensors = norm.inputs(5, 8, dtype=torch.float32)
     leaves = [t.clone().requires_grad_() for t in tensors]
     all_ = gradients(norm(*leaves, N=8), leaves)
-    for wanted in ((0,), (1,), (2,), (0, 2)) if norm.parameters == 2 else ((0,), (1,)):
+    for wanted in ((0,), (1,), (2,), (0, 2)) if len(norm.parameters) == 2 else ((0,), (1,)):
         given = [t.clone().requires_grad_(i in wanted) for i, t in enumerate(tensors)]
         found = gradients(norm(*given, N=8), [given[i] for i in wanted])
         for i, grad in zip(wanted, found, strict=True):
             assert_close(grad, all_[i])
-        assert asked[-1] == tuple(torch.float32 if i in wanted else None for i in range(1, 1 + norm.parameters))
+        assert asked[-1] == tuple(torch.float32 if i in wanted else None for i in range(1, 1 + len(norm.parameters)))
+
+
+@of_adding
+def test_only_wanted_gradients_of_a_sum(monkeypatch, norm):
+    """Nothing is allocated or computed for the others; rows may be added up in another order."""
+    asked, backward = [], fused._dropout_add_norm_backward
+    monkeypatch.setattr(
+        fused, "_dropout_add_norm_backward", lambda *x: asked.append([t is not None for t in x[-4:]]) or backward(*x)
+    )
+    tensors = norm.inputs(5, 24, dtype=torch.float32)
+    each = range(len(tensors))
+    for p in (0.0, 0.5):
+        results = []
+        for wanted in (tuple(each), *((i,) for i in each)):
+            torch.manual_seed(5)
+            given = [t.clone().requires_grad_(i in wanted) for i, t in enumerate(tensors)]
+            found = gradients(norm(*given, N=24, dropout_p=p)[0], [given[i] for i in wanted])
+            results.append(dict(zip(wanted, found, strict=True)))
+            residual, x = (0 in wanted or 1 in wanted, False) if p == 0 else (1 in wanted, 0 in wanted)
+            assert asked[-1] == [residual, x, 2 in wanted, 3 in wanted]
+        for one in results[1:]:
+            for i, grad in one.items():
+                assert_close(grad, results[0][i])
+        asked.clear()
+        given = [tensors[0], tensors[1], *(t.clone().requires_grad_() for t in tensors[2:])]
+        norm(*given, N=24, dropout_p=p)[0].sum().backward()
+        assert asked == [[False, False, True, len(tensors) == 4]]
 
 
 def test_statistics_are_fp32():
@@ -254,46 +352,145 @@ def test_second_derivative_of_an_input_in_16_bits():
         assert (a - b).abs().max() < 0.05 * b.abs().max()
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_autocast_on_a_gpu_is_torchs(norm, dtype):
+@of_adding
+def test_second_derivative(norm):
+    leaves = norm.leaves(3, 5)
+
+    def second(*used):
+        results = norm(*leaves, N=5)
+        first = torch.autograd.grad(
+            sum(results[i].pow(3).sum() for i in used), leaves, create_graph=True, allow_unused=True
+        )
+        return torch.autograd.grad(sum(g.square().sum() for g in first if g is not None), leaves, allow_unused=True)
+
+    for used in ((0, 1), (0,), (1,)):
+        ours = second(*used)
+        with fastformer.backend("reference"):
+            expected = second(*used)
+        for a, b in zip(ours, expected, strict=True):
+            assert (a is None) == (b is None)
+            if a is not None:
+                assert_close(a, b)
+
+
+@pytest.mark.parametrize("one", DTYPES, ids=str)
+@pytest.mark.parametrize("two", DTYPES, ids=str)
+def test_autocast_on_a_gpu_is_torchs(norm, one, two):
     """fp32; of RMS norm from a release after 2.11 on, before that the dtype of x."""
     with cuda_autocast(), FakeTensorMode():
-        x, weight = torch.empty(2, 8, dtype=dtype, device="cuda"), torch.empty(8, device="cuda")
-        expected = norm.of_torch(x, (8,), weight)
-        assert norm(x, weight, N=8).dtype == expected.dtype
-        assert norm.name == "rms_norm" or expected.dtype == torch.float32
+        rows = [torch.empty(2, 8, dtype=dtype, device="cuda") for dtype in (one, two)[: 1 + norm.adds]]
+        expected = [t.dtype for t in norm.formula(*rows)]
+        assert [t.dtype for t in norm(*rows, N=8)] == expected
+        assert norm.of_torch is F.rms_norm or expected[0] == torch.float32
 
 
-def test_autocast_on_a_cpu_leaves_it_alone():
-    x, weight = random(2, 8).bfloat16().cpu(), random(8).float().cpu()
-    with torch.autocast("cpu", torch.bfloat16):
-        assert output_dtype("layer_norm", x) == F.layer_norm(x, (8,), weight).dtype == torch.bfloat16
-
-
+@of_alone
 def test_half_precision_in_and_fp32_out(norm):
     """The kernels under autocast: one rounding less than casting back."""
     x, *parameters = norm.inputs(5, 24)
     x, parameters = x.bfloat16(), [p.float() for p in parameters]
-    forward, backward = getattr(fused, f"_{norm.name}"), getattr(fused, f"_{norm.name}_backward")
+    forward, backward = getattr(fused, f"_{norm.op.__name__}"), getattr(fused, f"_{norm.op.__name__}_backward")
     y, *statistics = forward(x, *parameters, 1e-5, torch.float32)
     wide = [t.double().requires_grad_() for t in (x, *parameters)]
-    expected = norm.formula(*wide)
+    (expected,) = norm.formula(*wide)
     assert_close(y, expected.float())
-    dy, dtypes = random(5, 24).float(), [torch.bfloat16, *[torch.float32] * norm.parameters]
+    dy, dtypes = random(5, 24).float(), [torch.bfloat16, *[torch.float32] * len(norm.parameters)]
     found = backward(dy, x, parameters[0], *statistics, *dtypes)
     for a, b in zip(found, torch.autograd.grad(expected, wide, dy.double()), strict=True):
         assert_close(a, b.to(a.dtype), roundings=4 if a.dtype == torch.bfloat16 else 100)
 
 
+# ---- dropout, and what is kept
+
+
+# Rows of one tile, and wide ones, which other kernels write; several tiles of rows in several programs.
+@of_adding
+@pytest.mark.parametrize(("M", "N", "p"), [(131, 40, 0.25), (3, 4104, 0.6), (70, 50, 0.001)])
+@pytest.mark.parametrize("results", ["both", "norm", "sum"])
+def test_forward_and_backward_have_one_mask(monkeypatch, norm, M, N, p, results):
+    use_one_multiprocessor(monkeypatch)
+    leaves = [torch.ones(M, N, device=DEVICE).requires_grad_(), *norm.leaves(M, N)[1:]]
+    with poisoned():
+        y, s = norm(*leaves, N=N, dropout_p=p)
+        kept = (s - leaves[1]).detach().abs() > 0.5
+        n = M * N
+        assert abs(int(kept.sum()) - n * (1 - p)) < 5 * math.sqrt(n * p * (1 - p))
+        assert p < 0.1 or len(kept.unique(dim=0)) == M
+        assert N <= 4096 or not torch.equal(kept[:, :2048], kept[:, 2048:4096])
+        # p is quantised to 2^-16.
+        scale = 1 / (1 - round(p * 65536) / 65536)
+        expected = norm.formula(kept * scale * leaves[0], *leaves[1:])
+        assert_close(s, expected[1])
+        assert_close(y, expected[0])
+        used = {"both": slice(None), "norm": slice(0, 1), "sum": slice(1, 2)}[results]
+        for a, b in zip(gradients((y, s)[used], leaves), gradients(expected[used], leaves), strict=True):
+            assert_close(a, b)
+
+
+@of_adding
+def test_dropout_of_everything(norm):
+    leaves = norm.leaves(5, 24)
+    y, s = norm(*leaves, N=24, dropout_p=1.0)
+    assert torch.equal(s, leaves[1])
+    dx, dresidual, *_ = gradients((y, s), leaves)
+    assert not dx.any()
+    assert dresidual.all()
+
+
+@of_adding
+def test_without_dropout_both_gradients_are_one_tensor(norm):
+    x, residual = norm.leaves(5, 24)[:2]
+    y, s = norm(x, residual, N=24)
+    dx, dresidual = torch.autograd.grad(y.square().sum() + s.sum(), (x, residual))
+    assert dx.data_ptr() == dresidual.data_ptr()
+
+
+@of_adding
+def test_what_is_saved(norm):
+    """s, statistics, the seed and the parameters; no mask, neither x nor the residual.
+
+    The statistics of a row are 1 / sqrt(var + eps), and of layer norm the mean as the sum of two numbers.
+    """
+    statistics = {1: 1, 2: 3}[len(norm.parameters)]
+    leaves = norm.leaves(64, 24)
+    saved = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t):
+        y, s = norm(*leaves, N=24, dropout_p=0.5)
+    assert (
+        sum(t.numel() * t.element_size() for t in saved) == 4 * (64 * (24 + statistics) + 24 * len(norm.parameters)) + 8
+    )
+    assert y.shape == s.shape
+
+
+@of_alone
 def test_the_ops_pass_opcheck(norm):
     x, weight, bias = random(3, 8).float(), random(8).half(), random(8).float()
-    parameters, nothing = (weight, bias)[: norm.parameters], [None] * norm.parameters
-    forward = getattr(torch.ops.fastformer, norm.name).default
-    backward = getattr(torch.ops.fastformer, f"{norm.name}_backward").default
+    parameters, nothing = (weight, bias)[: len(norm.parameters)], [None] * len(norm.parameters)
+    forward = getattr(torch.ops.fastformer, norm.op.__name__).default
+    backward = getattr(torch.ops.fastformer, f"{norm.op.__name__}_backward").default
     torch.library.opcheck(forward, (x, *parameters, 1e-5, torch.float32))
     torch.library.opcheck(forward, (x.half(), *nothing, 1e-5, torch.float32))
     _, *statistics = forward(x, *nothing, 1e-5, x.dtype)
-    dtypes = (torch.float16, torch.float32)[: norm.parameters]
+    dtypes = (torch.float16, torch.float32)[: len(norm.parameters)]
     torch.library.opcheck(backward, (x, x, weight, *statistics, torch.float32, *dtypes))
     torch.library.opcheck(backward, (x, x, None, *statistics, torch.float32, *nothing))
     torch.library.opcheck(backward, (x, x, weight, *statistics, None, *nothing[1:], dtypes[-1]))
+
+
+@pytest.mark.parametrize("centred", [True, False])
+def test_the_ops_of_a_sum_pass_opcheck(centred):
+    x, residual, weight, bias = NORMS["dropout_add_layer_norm"].inputs(3, 8)
+    x, residual, weight, bias = x.half(), residual.float(), weight.half(), bias.float() if centred else None
+    seed = torch.tensor([5], device=DEVICE)
+    forward, backward = torch.ops.fastformer.dropout_add_norm, torch.ops.fastformer.dropout_add_norm_backward
+    given = (x, residual, weight, bias, seed, 1e-5, 0.5, centred, torch.float32)
+    torch.library.opcheck(forward.default, given)
+    torch.library.opcheck(forward.default, (x, x, None, None, None, 1e-5, 0.0, centred, torch.float16))
+    y, s, mean, rstd = fused._dropout_add_norm(*given)
+    assert mean.shape == ((2, 3) if centred else (0,))
+    mean = mean if centred else None
+    dtypes = (torch.float32, torch.float16, torch.float16, torch.float32 if centred else None)
+    torch.library.opcheck(backward.default, (y, s, s, weight, mean, rstd, seed, 0.5, *dtypes))
+    wanted = (torch.float32, None, None, None)
+    torch.library.opcheck(backward.default, (y, None, s, None, mean, rstd, None, 0.0, *wanted))
+    torch.library.opcheck(backward.default, (None, s, s, weight, mean, rstd, seed, 0.5, *dtypes[:2], None, None))

@@ -4,8 +4,7 @@ import pytest
 
 from tests import core_faults
 from tests.kernels.mutations import FAULTS
-from tests.kernels.mutations.runner import ROOT
-from tests.support.python import python
+from tests.support.python import ROOT, python
 
 BOTH = [*FAULTS, *core_faults.FAULTS]
 

@@ -1,6 +1,6 @@
 """Facts about the compiler's view of the kernels, found without a GPU; a program, as the interpreter must be off.
 
-python tests/kernels/facts/kernel_facts.py [CASES]   # products of indices in 32 bits that end up in an address; JSON
+python tests/kernels/facts/kernel_facts.py CASES...   # products of indices in 32 bits that end up in an address; JSON
 
 **Offsets.** A tensor may have 2^31 elements and more, so an index times a stride needs 64 bits. In the first form of a
 kernel that Triton keeps (ttir, helpers inlined, constants folded) the rule is: in 32 bits, nothing that an address
@@ -159,7 +159,7 @@ def ttir(job) -> str:
         CUDABackend.make_ttgir = before
 
 
-def offsets(package: str = "benchmarks.codegen.cases") -> dict[str, list[str]]:
+def offsets(package: str) -> dict[str, list[str]]:
     """Check every launch that the launchers can choose; for each kernel, what breaks the rule."""
     from benchmarks.codegen.compilation import find_cases, record
 
@@ -179,4 +179,4 @@ def offsets(package: str = "benchmarks.codegen.cases") -> dict[str, list[str]]:
 
 
 if __name__ == "__main__":
-    print(json.dumps(offsets(*sys.argv[1:])))
+    print(json.dumps({name: broken for package in sys.argv[1:] for name, broken in offsets(package).items()}))

@@ -1,14 +1,19 @@
-"""Runs tests of a copy of the repository, in processes of their own."""
+"""Runs tests of a copy of the repository with deliberate faults, in processes of their own."""
 
+import argparse
 import multiprocessing
 import os
+import queue
 import re
 import shutil
 import subprocess
 import sys
+import tempfile
+import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import NamedTuple
 
-from tests.kernels.mutations.fault import Fault
 from tests.support.python import ROOT
 
 LIMIT = 300.0  # seconds for one test, on a busy machine; a fault may make a loop endless
@@ -17,6 +22,18 @@ LIMIT = 300.0  # seconds for one test, on a busy machine; a fault may make a loo
 PRELOADED = ["pytest", "torch._inductor", "torch.library", "torch.utils.checkpoint", "triton.runtime.interpreter"]
 # NumPy's warnings of what a fault makes infinite would end the test before its assertion.
 OPTIONS = ["-x", "-q", "--no-header", "-p", "no:cacheprovider", "-o", "addopts=", "-W", "ignore::RuntimeWarning"]
+
+
+class Fault(NamedTuple):
+    """A change of a file that a test must notice."""
+
+    name: str
+    file: str
+    old: str  # occurs exactly once in the file
+    new: str
+    test: str  # which must fail
+    failure: str = ""  # how it fails, where that is no assertion
+    compiled: str = ""  # for what GPU, as only compiled code shows it; else it is interpreted
 
 
 def copy(to: Path) -> Path:
@@ -84,3 +101,54 @@ def judge(fault: Fault, folder: Path) -> str:
         return "caught"
     lines = [line for line in output.splitlines() if line.startswith(("E  ", "ERROR", "FAILED"))]
     return f"broken: status {status}, {lines[-1] if lines else output[-200:]}"
+
+
+def main(faults: list[Fault], description: str | None) -> None:
+    """Judge faults, as the arguments of the command choose them."""
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", nargs="+", default=[""], metavar="SUBSTRING", help="of the names or files of faults")
+    parser.add_argument("--jobs", type=int, default=1)
+    arguments = parser.parse_args()
+    chosen = [fault for fault in faults if any(part in fault.name or part in fault.file for part in arguments.only)]
+    if not chosen:
+        parser.error(f"no fault has one of {arguments.only} in its name or file")
+    os.environ |= {
+        "TRITON_INTERPRET": "1",
+        "CUDA_VISIBLE_DEVICES": "",
+        "OMP_NUM_THREADS": "1",
+        "OMP_WAIT_POLICY": "PASSIVE",
+        "PYTHONDONTWRITEBYTECODE": "1",  # a fault of the same size, in the same second, would pass for the file before
+        "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1",
+        "COLUMNS": "1000",  # pytest shortens its summary to the terminal
+    }
+    multiprocessing.get_context("forkserver").set_forkserver_preload(PRELOADED)
+    start = time.perf_counter()
+    with tempfile.TemporaryDirectory() as temporary, ThreadPoolExecutor(arguments.jobs) as pool:
+        folders: queue.SimpleQueue[Path] = queue.SimpleQueue()
+        for index in range(arguments.jobs):
+            folders.put(copy(Path(temporary) / str(index)))
+
+        def with_folder(fault: Fault) -> tuple[str, float]:
+            folder, begin = folders.get(), time.perf_counter()
+            try:
+                return judge(fault, folder), time.perf_counter() - begin
+            finally:
+                folders.put(folder)
+
+        folder = folders.get()
+        for compiled in sorted({fault.compiled for fault in chosen}):
+            tests = list(dict.fromkeys(fault.test for fault in chosen if fault.compiled == compiled))
+            status, output = run(folder, tests, compiled)
+            if status != 0 or "skipped" in output:
+                sys.exit(f"without any fault:\n{output}")
+            passed = f"{len(tests)} tests pass without any fault, {compiled or 'interpreted'}"
+            print(f"{passed}, {time.perf_counter() - start:.0f} s", flush=True)
+        folders.put(folder)
+        verdicts = []
+        for fault, (verdict, seconds) in zip(chosen, pool.map(with_folder, chosen), strict=True):
+            print(f"{fault.name:<64} {verdict:<8} {seconds:5.1f} s  {fault.test.removeprefix('tests/')}", flush=True)
+            verdicts.append(verdict)
+    survived, broken = verdicts.count("SURVIVED"), sum(verdict.startswith("broken") for verdict in verdicts)
+    caught = len(verdicts) - survived - broken
+    print(f"{caught} caught, {survived} survived, {broken} broken, {time.perf_counter() - start:.0f} s")
+    sys.exit(bool(survived or broken))

@@ -257,6 +257,7 @@ def test_dropout_keeps_its_rate_and_its_scale():
         deviation = math.sqrt(p * (1 - p) * share.numel() / count)
         assert (share - p).abs().max() < 5 * deviation
     kept = after != 0
+    assert len(kept.flatten(0, 1).unique(dim=0)) == 4  # each head of each sequence has a mask of its own
     torch.testing.assert_close(after[kept], before[kept] / (1 - p), rtol=1e-4, atol=0)
     torch.manual_seed(1)
     assert torch.equal(fused(attention, q, k, v, dropout_p=p), after)

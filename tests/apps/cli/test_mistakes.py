@@ -106,6 +106,10 @@ EARLY = [  # shown by the settings alone
     (f"{WORDS} --context 0", "context must be at least 1, not 0"),
     (f"{WORDS} --output-dropout 1", "output_dropout must be at least 0 and below 1, not 1.0"),
     (f"{LM} --valid-text two.txt", "valid_text and test_text need train_text"),
+    (
+        f"{CL} --train-text few.tsv --valid-text few.tsv --test-text few.tsv --held-out 0.2",
+        "held_out has an effect only with number words or a text file to split, not with text files",
+    ),
     (f"{CL} --dataset reviews", "dataset must be numbers, unless train_text is given, not 'reviews'"),
     (f"{CL} --batch-tokens 400", "batch_tokens has an effect only without batch_sentences"),
     (f"{CL} --batch-sentences 0", "batch_sentences must be at least 1, not 0"),

@@ -81,6 +81,6 @@ def check_options(options: Any, kind: Any) -> None:
         check_value(name, options.get(name, False), bool)
     check_window(options.get("window"))
     check_softcap(options.get("softcap"))
-    for name, wanted in (("rotary", Rotary), ("position_bias", nn.Module)):
-        if not isinstance(value := options.get(name), wanted | None):
-            raise ValueError(f"{name} must be a {wanted.__name__} or None, not {value!r}")
+    for name, expected_type in (("rotary", Rotary), ("position_bias", nn.Module)):
+        if not isinstance(value := options.get(name), expected_type | None):
+            raise ValueError(f"{name} must be a {expected_type.__name__} or None, not {value!r}")

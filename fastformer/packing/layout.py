@@ -231,21 +231,23 @@ def lengths_of(name: str, lengths: Any) -> Tensor:
         ValueError: lengths are not one-dimensional, or one is negative or above `MOST_TOKENS`.
     """
     try:  # from Python's numbers: a copy, of any integer type
-        made = torch.as_tensor(lengths.tolist() if isinstance(lengths, Tensor | np.ndarray) else lengths, device="cpu")
+        counts = torch.as_tensor(
+            lengths.tolist() if isinstance(lengths, Tensor | np.ndarray) else lengths, device="cpu"
+        )
     except (TypeError, ValueError, RuntimeError, OverflowError) as error:
         kind = ValueError if isinstance(error, ValueError | OverflowError) else TypeError
         raise kind(f"{name} must be integers [B], not {str(lengths)[:99]}: {error}") from None
-    made = made if made.numel() else made.to(torch.int64)
-    if made.dtype != torch.int64:
-        raise TypeError(f"{name} must be integers, not {made.dtype}")
-    if made.dim() != 1:
-        raise ValueError(f"{name} must be one-dimensional [B], not of shape {list(made.shape)}")
-    low, high = _range(made)
+    counts = counts if counts.numel() else counts.to(torch.int64)
+    if counts.dtype != torch.int64:
+        raise TypeError(f"{name} must be integers, not {counts.dtype}")
+    if counts.dim() != 1:
+        raise ValueError(f"{name} must be one-dimensional [B], not of shape {list(counts.shape)}")
+    low, high = _range(counts)
     if low < 0:
         raise ValueError(f"{name} must not be negative: {low}")
     if high > MOST_TOKENS:
         raise ValueError(f"{name} must be at most {MOST_TOKENS}, not {high}")
-    return made
+    return counts
 
 
 def _range(lengths: Tensor) -> tuple[int, int]:

@@ -142,8 +142,8 @@ class CheckpointFolder:
         except (FileNotFoundError, ValueError, TypeError, KeyError, AttributeError, RecursionError):
             pass
         complete = [path.parent.name for path in self.folder.glob(f"*/{META}")]
-        kept = [name for name in complete if _NAME.fullmatch(name) and AVERAGE not in name]
-        return {"kept": sorted(kept, key=lambda name: int(name.split("-")[1])), "best": None, "average": AVERAGE}
+        numbered = [name for name in complete if _NAME.fullmatch(name) and AVERAGE not in name]
+        return {"kept": sorted(numbered, key=lambda name: int(name.split("-")[1])), "best": None, "average": AVERAGE}
 
     def _write_index(self, kept: list[str], best: dict[str, Any] | None, average: str) -> None:
         """Replace the index, without checkpoints that are no longer kept, and remove those."""

@@ -13,7 +13,9 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from fastformer.host.devices import check_types
+from fastformer.modes import watched
 from fastformer.nn.cache import KVCache
+from fastformer.nn.compiled_stack import CompiledStack
 from fastformer.nn.fast_path import has_fast_path, one_token
 from fastformer.nn.inspection import Inspection, check_apart, has_own_hooks, inspect_stack, is_sharded, plain
 from fastformer.nn.layers import DeferredResidual, TransformerDecoderLayer, TransformerEncoderLayer
@@ -55,6 +57,21 @@ class Stack(nn.Module):
         """Return why this stack cannot run without padding, or None if it can."""
         return inspect_stack(self).obstacle
 
+    def compile(self, *, buckets: bool = False, **options: Any) -> None:
+        """Compile the stack in place; batches with padding still run without it.
+
+        Packing stays eager, and the layers are compiled as one graph on packed tokens. A batch that must run padded
+        (see `obstacle`) is compiled as one graph, too. `torch.compile` of a model around the stack is one graph of the
+        whole model, in which the stack runs padded.
+
+        Args:
+            buckets: whether the numbers of tokens are rounded up, by at most an eighth, so that few sizes occur, as
+                CUDA graphs need; `dynamic` is then False by default: one graph a bucket. A batch with another
+                attention mask than the causal one is then not compiled.
+            options: those of torch.compile.
+        """
+        self._compiled_call_impl = CompiledStack(self, buckets, options)
+
     def run(
         self,
         x: Tensor,
@@ -83,6 +100,8 @@ class Stack(nn.Module):
             output = inputs[0]._replace(tokens=self._run_packed(inputs[0].tokens, *arguments))
             return output if keep_packed else output.unpack()
         memory = memory.unpack() if isinstance(memory, PackedInput) else memory
+        if (compiled := self._compiled()) is not None:
+            return compiled.run(x, memory, masks, padding_free, need_weights)
         batch_first = inspection.batch_first
         hidden = [m.padding if free else None for m in masks]
         x = finite_padding(x, hidden[0], batch_first)
@@ -158,6 +177,9 @@ class Stack(nn.Module):
     def _run_packed(self, tokens: Tensor, *arguments: Any) -> Tensor:
         """Run the layers on packed sequences, then the norm; arguments: of the layers' `packed_attentions`."""
         check_types(("tokens",), tokens)
+        compiled = self._compiled()
+        if compiled is not None and compiled.takes(*arguments):
+            return compiled.run_packed(tokens, *arguments)
 
         def call(layer: Any, x: Tensor) -> Tensor:
             if not is_sharded(layer):
@@ -171,6 +193,11 @@ class Stack(nn.Module):
             return self._run_layer(layer, x, *memory[:1], run)
 
         return self._run(tokens, lambda _, layer: layer.packed_attentions(*arguments), call)
+
+    def _compiled(self) -> CompiledStack | None:
+        """Return the compiled functions, if there are some and nothing traces or observes this call."""
+        compiled = self._compiled_call_impl
+        return compiled if isinstance(compiled, CompiledStack) and not watched() else None
 
     def _run(
         self,

@@ -145,14 +145,7 @@ class MultiheadAttention(Projections):
         key_layout = layout if memory_layout is None else memory_layout
         if attn_mask is not None:
             check_attn_mask(attn_mask, self.num_heads, layout, key_layout)
-        if self.counts_positions:
-            limit = (
-                "where attention to a memory counts positions" if memory_layout else "where attention counts positions"
-            )
-            if layout.has_gaps or key_layout.has_gaps:
-                raise ValueError(f"layout must have no padding between tokens of a sequence {limit}")
-            if key_layout is not layout and not (layout.starts_rows and key_layout.starts_rows):
-                raise ValueError(f"layout and memory_layout must have no padding on the left {limit}")
+        self.check_layouts(layout, key_layout)
         where = Positions(layout.positions, layout.max_length)
         key_where = where if key_layout is layout else Positions(key_layout.positions, key_layout.max_length)
         q, k, v = self.project(query, memory, memory, where, key_where)
@@ -167,6 +160,18 @@ class MultiheadAttention(Projections):
             out = functional.attention(q, k, v, mask, key_mask=key_mask, **rules)
             out = pack(out.transpose(1, 2), layout)
         return self.project_out(out.flatten(-2))
+
+    def check_layouts(self, layout: Layout, key_layout: Layout) -> None:
+        """Raise ValueError, as `packed`, if the module counts positions and a layout does not keep their distances."""
+        if not self.counts_positions:
+            return
+        limit = "where attention counts positions"
+        if key_layout is not layout:
+            limit = "where attention to a memory counts positions"
+        if layout.has_gaps or key_layout.has_gaps:
+            raise ValueError(f"layout must have no padding between tokens of a sequence {limit}")
+        if key_layout is not layout and not (layout.starts_rows and key_layout.starts_rows):
+            raise ValueError(f"layout and memory_layout must have no padding on the left {limit}")
 
     @property
     def differs(self) -> bool:

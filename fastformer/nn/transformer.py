@@ -102,6 +102,11 @@ class Transformer(nn.Transformer):
             memory_is_causal=memory_is_causal,
         )
 
+    def compile(self, **options: Any) -> None:
+        """Compile the encoder and the decoder in place; options: those of `TransformerEncoder.compile`."""
+        self.encoder.compile(**options)
+        self.decoder.compile(**options)
+
     def new_cache(
         self,
         src: Tensor,

@@ -20,7 +20,7 @@ LAYERS = (
     {"packing", "backend"},
     {"functional"},
     {"nn.activations", "nn.inspection", "nn.rotary", "nn.position_bias", "nn.packed_input", "nn.sdpa_calls"},
-    {"nn.modules", "nn.options", "nn.kv_write"},
+    {"nn.modules", "nn.options", "nn.kv_write", "nn.compiled_stack"},
     {"nn.projections"},
     {"nn.multihead_attention", "nn.fast_path"},
     {"nn.layers", "nn.cache"},

@@ -102,7 +102,7 @@ def warn_of_salted_sampling() -> None:
     if tuple(int(number) for number in version.split(".")[:3]) >= (0, 2, 2):
         logger.warning(
             "sentencepiece %s draws other pieces in each process: a resumed run will not equal an uninterrupted one; "
-            "for that install sentencepiece 0.2.1",
+            "for that install sentencepiece 0.2.0",
             version,
         )
 

@@ -79,10 +79,12 @@ class Layout:
             `offsets[b]:offsets[b + 1]`.
         positions: int64 `[T]`; the position of each token in its sequence.
         slots: int64 `[T]`; the row of each token in `[B * max_length]`, where every sequence starts at column 0.
-        shortest, max_length: the shortest and the longest length, 0 for an empty batch.
+        shortest: the shortest length, 0 for an empty batch.
+        max_length: the longest length, 0 for an empty batch.
         columns: the length L of the padded batch; max_length if there is none.
         origin: int64 `[T]`; the row of each token in the padded batch `[B * columns]`, which may have padding anywhere.
-        batch, total: B and T.
+        batch: B.
+        total: T.
         known: whether the host knows the lengths.
 
     Do not modify the tensors: layers cache values that depend on them, and the cache would not notice.

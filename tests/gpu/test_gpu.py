@@ -1,5 +1,7 @@
 """Models on a GPU, and decoding with CUDA graphs: `pytest -m gpu`; in benchmarks/GPU_TODO.md until it has run."""
 
+import copy
+
 import pytest
 import torch
 
@@ -170,3 +172,17 @@ def test_a_capture_that_fails_leaves_everything_usable(captures, monkeypatch):
     found = greedy_search(model, source, lengths, SearchOptions(beam=1, cuda_graphs=True))
     assert [h.ids for h in found] == [h.ids for h in expected]
     assert captures
+
+
+def test_a_stack_compiled_in_buckets_runs_from_cuda_graphs():
+    layer = fastformer.TransformerEncoderLayer(64, 2, 128, 0.0, batch_first=True, device=DEVICE)
+    stack = fastformer.TransformerEncoder(layer, 2).eval()
+    eager = copy.deepcopy(stack)
+    stack.compile(buckets=True, mode="reduce-overhead")
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for _ in range(20):
+            hidden = torch.arange(40) >= torch.randint(1, 41, (8, 1), generator=generator)
+            x = torch.randn(8, 40, 64, generator=generator).to(DEVICE)
+            out = stack(x, src_key_padding_mask=hidden.to(DEVICE))
+            assert_close(out, eager(x, src_key_padding_mask=hidden.to(DEVICE)))

@@ -21,7 +21,8 @@ METAPHORS = re.compile(r"\b(rooms?|floors?|doors?|strangers?|houses?|neighbours?
 LONGEST_SENTENCE = 30  # words; code between backticks is one
 # A list, and a term of the benchmarks that is also a metaphor.
 NO_PROSE = {"hugging-face-models.md", "glossary.md"}
-PAGES = [path for path in DOCUMENTS if path.name not in NO_PROSE]
+OTHER_PAGES = [*ROOT.glob("*.md"), *(ROOT / "benchmarks").glob("*.md")]
+PAGES = [path for path in sorted({*DOCUMENTS, *OTHER_PAGES}) if path.name not in NO_PROSE]
 
 
 def properties(tree: ast.AST) -> set[ast.AST]:

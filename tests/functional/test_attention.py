@@ -14,7 +14,7 @@ import fastformer
 from fastformer.functional import attention, attention_with_weights, packed_attention
 from fastformer.packing import Layout
 from tests.functional.attention_forms import FORMS, INF, B, H, S, T, boolean, by_distance, naive, sinks
-from tests.support.all_pairs import all_pairs
+from tests.support.all_pairs import all_pairs, name
 from tests.support.closeness import assert_close, assert_derivatives, assert_formula, assert_same, gradients, random
 
 
@@ -81,7 +81,7 @@ def test_first_and_second_derivative(form, kv_heads, op):
         ["top_left", "bottom_right"],
         [attention, output],
     ),
-    ids=str,
+    ids=name,
 )
 def test_empty_sizes_give_empty_or_zero(rules, sizes, alignment, op):
     B, H, T, S = sizes
@@ -201,7 +201,7 @@ def test_the_gradient_uses_the_dropout_mask_of_the_forward_pass():
         [{}, {"dropout_p": 0.5}, {"softcap": 3.0}],
         [attention, output],
     ),
-    ids=str,
+    ids=name,
 )
 def test_what_a_query_sees_is_decided_in_the_dtype_of_the_scores(numbers, options, op):
     dtype, lowest, autocast = numbers

@@ -23,7 +23,7 @@ from fastformer.functional import (
     rms_norm,
 )
 from fastformer.packing import Layout
-from tests.support.all_pairs import all_pairs
+from tests.support.all_pairs import all_pairs, name
 from tests.support.closeness import gradients, random
 from tests.support.fused_calls import CALLS, leaves, tensors
 from tests.support.fused_op import DEVICE, needs_kernels
@@ -252,7 +252,7 @@ def test_16_bits_are_as_accurate_as_in_sdpa(form, scale, autocast, dtype):
         [torch.float16, torch.bfloat16],
         [attention, attention_with_weights],
     ),
-    ids=str,
+    ids=name,
 )
 def test_no_score_becomes_less_than_the_lowest_mask(options, dtype, op):
     """A score of -32 and the lowest number of fp16 add up to -inf there, which would hide every key of the row."""

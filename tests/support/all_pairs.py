@@ -28,3 +28,8 @@ def all_pairs(*options: Iterable[Any]) -> list[tuple[Any, ...]]:
             covered |= pairs(row)
             found.append(tuple(values[k][row[k]] for k in range(len(values))))
     return found
+
+
+def name(value: Any) -> str:
+    """Return a value as part of a test's name: a function by its name, because an address differs by process."""
+    return getattr(value, "__name__", None) or str(value)

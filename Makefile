@@ -39,7 +39,7 @@ kernel-hub:  ## the library in the layout of Hugging Face's kernels package, loa
 	$(PYTHON) -m pip install -q --target .kernels kernels==0.17.2
 	PYTHONPATH=.kernels $(PYTHON) -m pytest tests/integrations/test_kernel_hub.py
 
-# On 2026-11-22, one process of a machine that was busy six times over: 112 caught, in 42 minutes.
+# Takes about half an hour of two cores.
 faults:  ## break the kernels, a fault at a time: each must be caught by the test that it names
 	nice $(PYTHON) -m tests.kernels.mutations --jobs $(JOBS)
 
@@ -55,7 +55,7 @@ codegen-part:  ## compile all of sm_90 anew, and what has changed of the others,
 	$(PYTHON) -m benchmarks.codegen --fresh --arch 90 --jobs $(JOBS) | tail -n 60
 	$(PYTHON) -m benchmarks.codegen --jobs $(JOBS) | tail -n 60
 
-# 2,037 tests for sm_90 in 29 minutes of a core, those of sm_80 in as many, where Triton has compiled nothing before.
+# Takes about half an hour of a core for each architecture if Triton has compiled nothing before.
 compiled:  ## every test of kernels on compiled code, for sm_80, sm_89 and sm_90, executed on the CPU
 	nice $(PYTHON) -m pytest -n $(JOBS) --dist worksteal --compiled sm_80
 	nice $(PYTHON) -m pytest -n $(JOBS) --dist worksteal --compiled sm_89

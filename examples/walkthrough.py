@@ -19,6 +19,7 @@ from torch import Tensor
 
 from fastformer.apps.models import sinusoidal_positions
 from fastformer.apps.text import Batches, ParallelCorpus, WordTokenizer, collate, encode_pairs, number_corpus
+from fastformer.apps.text.word_tokenizer import split_words
 from fastformer.apps.translation import (
     SearchOptions,
     TranslationConfig,
@@ -53,7 +54,7 @@ english = WordTokenizer.from_lines(train.source)
 french = WordTokenizer.from_lines(train.target)
 pairs = ParallelCorpus(["eighty thousand three", "two hundred"], ["quatre-vingt mille trois", "deux cents"])
 for sentence in pairs.source:
-    print(f"{sentence!r} -> {english.split(sentence)} -> {english.encode(sentence)}")
+    print(f"{sentence!r} -> {split_words(sentence)} -> {english.encode(sentence)}")
 print(f"special ids {dict(english.special_ids.names())}; vocabularies of {english.size} and {french.size} words")
 
 # %% [markdown]

@@ -116,6 +116,9 @@ class Layout:
         """Build the layout of sequences with these lengths `[B]`, for tokens on `device` (default: the CPU).
 
         columns: the length L of a padded batch in which every sequence starts at column 0; the longest if None.
+
+        Raises:
+            TypeError, ValueError: as `lengths_of`; lengths are beyond the row, or add up to more than `MOST_TOKENS`.
         """
         lengths = lengths_of("lengths", lengths)
         shortest, longest = _range(lengths)

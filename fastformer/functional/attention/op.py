@@ -75,6 +75,10 @@ def attention(
 
     Returns:
         `[B, H, T, Kv]`, of q's dtype, or of autocast's dtype under autocast.
+
+    Raises:
+        ValueError, TypeError: an argument does not fit, before anything runs.
+        fastformer.backend.BackendError: backend "triton" was requested and cannot run this call.
     """
     limits = mask, causal, alignment, window, query_lengths, key_lengths, key_mask
     rules = AttentionRules(*limits, softcap, dropout_p, scale, distance_bias, sinks)

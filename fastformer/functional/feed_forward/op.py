@@ -52,6 +52,9 @@ def feed_forward(
         activation: "relu", "gelu" (exact), "gelu_tanh", "geglu", "swiglu", "reglu".
         dropout_p: dropout of the hidden activations; applied whenever it is not 0.
         recompute: save x alone for backward, which then computes one more matrix product.
+
+    Raises:
+        ValueError: an argument does not fit.
     """
     names = ("x", "weight1", "weight2", "bias1", "bias2")
     check_tensors(names, x, (weight1, weight2), (bias1, bias2))

@@ -37,16 +37,12 @@ PARTS: dict[str, tuple[type[nn.Module], ...]] = {
 
 
 class DeferredResidual(NamedTuple):
-    """The sum residual + dropout(x) before it is computed: the next norm adds it in the same op.
-
-    Attributes:
-        plain: whether an op may apply the dropout.
-    """
+    """The sum residual + dropout(x) before it is computed: the next norm adds it in the same op."""
 
     x: Tensor
     residual: Tensor
     dropout: Any
-    plain: bool
+    plain: bool  # whether an op may apply the dropout
 
     def add(self) -> Tensor:
         """Return the sum."""

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from fastformer.packing import Layout
+from fastformer.packing.sizes import filler_lengths, power_of_two
 
 _GRAPHS = 256  # of one function, as torch's limit for all of its graphs; torch's own limit is 8, for two stacks of 4
 
@@ -71,21 +72,16 @@ def fill_bucket(sides: Sequence[tuple[Tensor, Layout]]) -> list[tuple[Tensor, La
     tokens are copies of the first ones: no values occur that the layers do not get anyway. They are sequences of their
     own, as long as the bucket allows.
     """
-    steps = [max(_power_of_two(layout.total) // 16, 1) for _, layout in sides]
-    longest = [_power_of_two(layout.max_length) for _, layout in sides]
+    steps = [max(power_of_two(layout.total) // 16, 1) for _, layout in sides]
+    longest = [power_of_two(layout.max_length) for _, layout in sides]
     added = max((step - 1) // length + 1 for step, length in zip(steps, longest, strict=True))
-    batch = _power_of_two(sides[0][1].batch) + added
+    batch = power_of_two(sides[0][1].batch) + added
     filled = []
     for (tokens, layout), step, length in zip(sides, steps, longest, strict=True):
         count = -layout.total % step
-        lengths = [*layout.lengths.tolist(), *[length] * (count // length), count % length]
+        lengths = [*layout.lengths.tolist(), *filler_lengths(count, length)]
         lengths += [0] * (batch - len(lengths))
         full = Layout.from_lengths(lengths, tokens.device, length)
         in_place = Layout.in_place(full.offsets, full.positions, full.origin, length)
         filled.append((torch.cat([tokens, tokens[:count].detach()]), in_place))
     return filled
-
-
-def _power_of_two(number: int) -> int:
-    """Return the smallest power of two that is at least `number`."""
-    return 1 << max(number - 1, 0).bit_length()

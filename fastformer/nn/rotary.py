@@ -13,6 +13,7 @@ from torch import Tensor
 from fastformer.host.devices import device_with_fp64
 from fastformer.modes import capturing, compiling, dispatch_modes, tracing_state, transformed
 from fastformer.packing.layout import MOST_TOKENS
+from fastformer.packing.sizes import power_of_two
 from fastformer.settings import check_value
 
 _SHORTEST = 128  # positions of the smallest table; larger ones are powers of 2
@@ -101,7 +102,7 @@ class Rotary:
         if compiling() or dispatch_modes() or transformed() or tracing_state() is not None:
             # Tensors created in these modes cannot be cached, and in a trace lengths are tensors.
             return self._tables(head_size, length, like.device, dtype)
-        length = max(_SHORTEST, 1 << (length - 1).bit_length())
+        length = max(_SHORTEST, power_of_two(length))
         key = self, head_size, length, like.device, dtype
         tables = _TABLES.get(key)
         if tables is None:

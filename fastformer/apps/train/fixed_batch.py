@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 
 from fastformer.apps.text import Side
 from fastformer.packing import Layout
+from fastformer.packing.sizes import filler_lengths, power_of_two
 
 _PER_OCTAVE = 16  # numbers of tokens between 2,048 and 4,096, say
 _FEWEST_TOKENS = 16  # and their unit below 512, because matrix units take rows by 16
@@ -54,28 +55,21 @@ def shape_of(batch: Any, longest: int | None = None) -> Shape:
     lengths = [getattr(batch, side.lengths) for side in sides_of(batch)]
     tokens = tuple(_round_tokens(int(x.sum())) for x in lengths)
     limits = tuple(_round_length(int(x.max()) if len(x) else 0, longest) for x in lengths)
-    needed = [len(_padding(total - int(x.sum()), most)) for x, total, most in zip(lengths, tokens, limits, strict=True)]
-    return Shape(_power_of_two(len(lengths[0]) + max(needed)), tokens, limits)
+    needed = [
+        len(filler_lengths(total - int(x.sum()), most)) for x, total, most in zip(lengths, tokens, limits, strict=True)
+    ]
+    return Shape(power_of_two(len(lengths[0]) + max(needed)), tokens, limits)
 
 
 def _round_tokens(count: int) -> int:
     """Return the next multiple of a sixteenth of the power of two below, or of 16."""
-    unit = max(_power_of_two(count) // (2 * _PER_OCTAVE), _FEWEST_TOKENS)
+    unit = max(power_of_two(count) // (2 * _PER_OCTAVE), _FEWEST_TOKENS)
     return max(-(-count // unit), 1) * unit
 
 
 def _round_length(length: int, longest: int | None) -> int:
-    rounded = max(_power_of_two(length), _SHORTEST)
+    rounded = max(power_of_two(length), _SHORTEST)
     return rounded if longest is None else max(min(rounded, longest), length, 1)
-
-
-def _power_of_two(number: int) -> int:
-    return 1 << max(number - 1, 0).bit_length()
-
-
-def _padding(tokens: int, longest: int) -> list[int]:
-    """Return the lengths of padding sequences that hold `tokens` tokens in all, `longest` at most each."""
-    return [longest] * (tokens // longest) + [tokens % longest] * (tokens % longest > 0)
 
 
 class FixedBatch:
@@ -118,7 +112,7 @@ class FixedBatch:
         total, longest = self._shape.tokens[number], self._shape.longest[number]
         real: Ints = getattr(batch, side.lengths).numpy()
         count = int(real.sum())
-        filled = [*real.tolist(), *_padding(total - count, longest)]
+        filled = [*real.tolist(), *filler_lengths(total - count, longest)]
         lengths = np.array(filled + [0] * (self._shape.sequences - len(filled)), np.int64)
         offsets = np.concatenate([[0], np.cumsum(lengths)])
         rows = np.repeat(np.arange(self._shape.sequences), lengths)

@@ -1,6 +1,6 @@
 """The library in the form that Hugging Face's `kernels` package loads, from its hub or from a folder.
 
-python -m fastformer.integrations.kernel_hub FOLDER
+Write it with `python -m fastformer.integrations.kernel_hub FOLDER`, and load it::
 
     library = kernels.get_local_kernel(Path("FOLDER"), trust_remote_code=True)
     library.convert(model)

@@ -97,10 +97,11 @@ def test_every_command_and_option_is_on_its_page(site: Path) -> None:
         assert {name for name in options if not re.search(rf"(?<![\w-]){name}(?![\w-])", text)} == set(), path
 
 
-def test_nothing_is_fetched_from_elsewhere(site: Path) -> None:
-    """Links may lead out; scripts, styles, pictures and fonts are there."""
+def test_nothing_is_fetched_from_elsewhere_and_code_is_set_as_code(site: Path) -> None:
+    """Links may lead out; scripts, styles, pictures and fonts are in the site."""
     for page in site.rglob("*.html"):
         text = page.read_text(encoding="utf-8")
+        assert "<blockquote" not in text, f"{page.name}: code after a line without :: is set as a quotation"
         fetched = re.findall(r"<(?:script|img|link|iframe|source)\b[^>]*?\b(?:src|href)=\"([^\"]+)\"", text)
         assert fetched
         for address in fetched:

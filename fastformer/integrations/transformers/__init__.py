@@ -1,4 +1,6 @@
-"""fastformer's attention in Hugging Face transformers: import this module, then `attn_implementation="fastformer"`.
+"""Attention and padding-free models in Hugging Face transformers; importing this module registers "fastformer".
+
+Example::
 
     import fastformer.integrations.transformers
     model = AutoModel.from_pretrained(name, attn_implementation="fastformer")

@@ -20,8 +20,9 @@ class ALiBi(nn.Module):
     """Attention with linear biases: -slope * abs(distance), without parameters (Press et al. 2022).
 
     Args:
-        heads: H. If H is a power of 2, the slopes are 2 ** (-8 i / H) for i from 1 to H. Otherwise they are those of
-            the next lower power, then every other slope of twice that power, as in the authors' code.
+        heads: number of attention heads H. If H is a power of 2, the slopes are 2 ** (-8 i / H) for i from 1 to H.
+            Otherwise they are those of the next lower power, then every other slope of twice that power, as in the
+            authors' code.
     """
 
     def __init__(self, heads: int) -> None:
@@ -53,7 +54,7 @@ class RelativeBias(nn.Module):
     max_distance on share the last bucket.
 
     Args:
-        heads: H.
+        heads: number of attention heads H.
         buckets: number of buckets; even if bidirectional, where half of them are for later keys.
         max_distance: more than half of a direction's buckets.
         bidirectional: whether later keys have their own buckets. If False, for causal attention, they have the bucket

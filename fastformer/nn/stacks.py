@@ -74,7 +74,7 @@ class TransformerEncoder(Stack, nn.TransformerEncoder):
         """Make an empty cache for `step`, with which a causal encoder reads `rows` sequences from left to right.
 
         Args:
-            rows: R.
+            rows: number of rows R of the cache.
             longest: the most tokens that a row may read, and the largest capacity.
             capacity: a fixed capacity in tokens, at fixed addresses, as CUDA graphs need (`StaticKVCache`), in place of
                 `longest`.

@@ -83,8 +83,8 @@ class Layout:
         max_length: the longest length, 0 for an empty batch.
         columns: the length L of the padded batch; max_length if there is none.
         origin: int64 `[T]`; the row of each token in the padded batch `[B * columns]`, which may have padding anywhere.
-        batch: B.
-        total: T.
+        batch: number of sequences B.
+        total: number of tokens T.
         known: whether the host knows the lengths.
 
     Do not modify the tensors: layers cache values that depend on them, and the cache would not notice.

@@ -102,6 +102,7 @@ def test_nothing_is_fetched_from_elsewhere_and_code_is_set_as_code(site: Path) -
     for page in site.rglob("*.html"):
         text = page.read_text(encoding="utf-8")
         assert "<blockquote" not in text, f"{page.name}: code after a line without :: is set as a quotation"
+        assert not re.search(r"<ol class=\"(?:upper|lower)", text), f"{page.name}: a letter with a dot is set as a list"
         fetched = re.findall(r"<(?:script|img|link|iframe|source)\b[^>]*?\b(?:src|href)=\"([^\"]+)\"", text)
         assert fetched
         for address in fetched:

@@ -52,8 +52,8 @@ class Embedding(nn.Module):
     Submodules that were replaced, or have hooks or options of nn.Embedding (padding_idx, max_norm), are called.
 
     Args:
-        vocabulary: V.
-        width: D.
+        vocabulary: number of entries V.
+        width: size D of an embedding.
         positions: "sinusoidal" (any length; the table grows), "sinusoidal_halves" (in the other order, see
             `sinusoidal_positions`), "learned" (up to max_length) or "none".
         max_length: most positions of learned encodings, first size of the sinusoidal table, which begins with at most

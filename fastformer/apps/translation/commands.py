@@ -1,4 +1,4 @@
-"""`fastformer demo | train | translate | score`, and `evaluate` and `plot` for translation runs."""
+"""`fastformer demo | train | translate | score`, and `evaluate`, `plot` and `serve` for translation runs."""
 
 import functools
 import math
@@ -24,6 +24,7 @@ from fastformer.apps.cli.console import (
 )
 from fastformer.apps.cli.options import START, USE, make_settings, whole_number, with_settings
 from fastformer.apps.cli.training import add_training
+from fastformer.apps.settings import Settings
 from fastformer.apps.text import read_lines, read_parallel
 from fastformer.apps.text.scores import PairedScore, check_bleu_tokenizer, compare_translations
 from fastformer.apps.translation.run import (
@@ -170,3 +171,15 @@ def attention_of(
     attention = attend(load_translator(run, checkpoint, device), source, target)
     draw = functools.partial(attention.figure, kind or "cross")  # type: ignore[arg-type]
     return draw, f"{attention.source} -> {attention.target}\n"
+
+
+def serve_run(run: Path, checkpoint: str, device: str) -> tuple[str, type[Settings], Callable[[str, Any], Any]]:
+    """Return what `fastformer serve` needs: an endpoint, its settings, and the function from a text to its answer."""
+    translator = load_translator(run, checkpoint, device)
+    pack_weights(translator.model)
+
+    def translate(text: str, options: SearchOptions) -> dict[str, Any]:
+        [candidates] = translator.candidates([text], options)
+        return {"translations": [{"text": each.text, "score": round(each.score, 4)} for each in candidates]}
+
+    return "translate", SearchOptions, translate

@@ -115,35 +115,25 @@ def evaluate_run(
     device: str,
     texts: Any,
     *,
-    target: list[Path] | None = None,
+    target: Path | None = None,
     output: Path | None = None,
     lowercase: bool = False,
     bleu_tokenizer: str | None = None,
-    bootstrap: int | None = None,
     search: dict[str, Any],
 ) -> None:
-    """Print BLEU, chrF and TER on the run's test or validation pairs, or on a source file and its references."""
+    """Print BLEU and chrF on the run's test or validation pairs, or on a source file and its references."""
     source = texts if isinstance(texts, Path) else None
     options = make_settings(SearchOptions, search)
     data = DataConfig(**APPLICATION.read_config(run)["data"])
     tokenizer = bleu_tokenizer or data.tokenizer_for_bleu
     check_bleu_tokenizer(tokenizer)
-    check_output(output, source, *(target or ()), *data.files(), run=run)
-    if (source is None) != (not target):
+    check_output(output, source, target, *data.files(), run=run)
+    if (source is None) != (target is None):
         raise ValueError("--source and --target must be given together")
-    corpus = read_parallel(source, target[0]) if source and target else read_corpora(data)[texts]
-    more = [[line.strip() for line in read_lines(path)] for path in (target or ())[1:]]
-    for path, lines in zip((target or ())[1:], more, strict=True):
-        if len(lines) != len(corpus):
-            raise ValueError(
-                f"{path} has {len(lines):,} lines for {len(corpus):,} pairs; several references need files of equal "
-                "length without empty lines"
-            )
+    corpus = read_parallel(source, target) if source and target else read_corpora(data)[texts]
     translator = load_translator(run, checkpoint, device)
     pack_weights(translator.model)
-    scores, translations = evaluate(
-        translator, corpus, options, lowercase, tokenizer, more_references=more, bootstrap=bootstrap or 0
-    )
+    scores, translations = evaluate(translator, corpus, options, lowercase, tokenizer)
     if output is not None:
         put_lines(translations, output)
     console.print(f"{corpus}; beam {options.beam}, length penalty {options.length_penalty}")

@@ -109,10 +109,7 @@ def split_labelled(
 
     Splits in `existing` stay as they are; their share is for training. Raises TextError for too few texts.
     """
-    try:
-        train, *held_out = hold_out(corpus.texts, share, 1, "texts")
-    except TextError as error:
-        raise TextError(f"{corpus.name}: {error}; give valid_text and test_text") from None
+    train, *held_out = hold_out(corpus.texts, share, 1, corpus.name, "texts")
     splits: dict[Split, LabelledCorpus] = {"train": corpus}
     for name, indices in zip(_HELD_OUT, held_out, strict=True):
         if existing is not None and name in existing:

@@ -28,7 +28,7 @@ def data(
     to: Annotated[Path | None, typer.Option(help="folder to make; default: data/NAME")] = None,
 ) -> None:
     """Check a dataset's files and prepare them. Nothing is fetched."""
-    console.print(str(prepare(name, source, to or Path("data") / name)))
+    console.print(prepare(name, source, to or Path("data") / name))
 
 
 train_app = App(invoke_without_command=True)

@@ -8,7 +8,7 @@ ids and labels as Sequences ─ LabelledBatches ─ LabelledBatch(ids, labels, l
 from .batch import Batch, LabelledBatch, LanguageBatch, Side
 from .batches import Batches, LabelledBatches, SampledBatches, collate, collate_source
 from .corpora import DOCUMENT_KINDS, ParallelCorpus, TextCorpus, read_parallel, read_text, split, split_text
-from .datasets import DATASETS, DatasetReport, open_dataset, open_text_dataset, prepare
+from .datasets import DATASETS, open_dataset, open_text_dataset, prepare
 from .docstrings import docstring_corpora
 from .encoding import (
     EncodedDocuments,
@@ -34,7 +34,6 @@ __all__ = [
     "Batch",
     "Batches",
     "ColumnBatches",
-    "DatasetReport",
     "EncodedDocuments",
     "EncodedPairs",
     "LabelledBatch",

@@ -5,8 +5,8 @@ the context of a model; they change neither the number of lines nor the number o
 """
 
 import re
-from collections.abc import Hashable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Hashable, Mapping, Sequence
+from dataclasses import dataclass, field
 from itertools import pairwise, zip_longest
 from pathlib import Path
 from typing import Literal, get_args
@@ -22,21 +22,18 @@ DOCUMENT_KINDS = get_args(DocumentKind)
 
 # WikiText writes the title of an article as "= Title =" and its sections as "= = Section = =".
 _TITLE = re.compile(r"= (?!= ).+ =")
+# Reasons in `ParallelCorpus.left_out`.
+_EMPTY, _COPIES, _BEYOND = "with an empty side dropped", "copies of held-out pairs dropped", "more left out"
 
 
 @dataclass(frozen=True)
 class ParallelCorpus:
-    """Sentence pairs: ``source[i]`` is translated by ``target[i]``.
-
-    `dropped_*` count unusable pairs, `beyond` the pairs that a limit excluded.
-    """
+    """Sentence pairs: ``source[i]`` is translated by ``target[i]``; `left_out` counts other pairs by reason."""
 
     source: list[str]
     target: list[str]
     name: str = "corpus"
-    dropped_empty: int = 0
-    dropped_copies: int = 0
-    beyond: int = 0
+    left_out: Mapping[str, int] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         if len(self.source) != len(self.target):
@@ -45,17 +42,14 @@ class ParallelCorpus:
     def __len__(self) -> int:
         return len(self.source)
 
-    def take(self, indices: Sequence[int], name: str) -> "ParallelCorpus":
+    def take(self, indices: Sequence[int], name: str, left_out: Mapping[str, int] | None = None) -> "ParallelCorpus":
         """Return the pairs at `indices`, in that order, as a corpus with this name."""
-        return ParallelCorpus([self.source[i] for i in indices], [self.target[i] for i in indices], name=name)
+        source, target = ([side[i] for i in indices] for side in (self.source, self.target))
+        return ParallelCorpus(source, target, name, left_out or {})
 
     def __str__(self) -> str:
-        notes = {
-            "with an empty side dropped": self.dropped_empty,
-            "copies of held-out pairs dropped": self.dropped_copies,
-            "more left out": self.beyond,
-        }
-        return ", ".join([f"{self.name}: {len(self):,} pairs", *(f"{n:,} {what}" for what, n in notes.items() if n)])
+        notes = (f"{count:,} {reason}" for reason, count in self.left_out.items() if count)
+        return ", ".join([f"{self.name}: {len(self):,} pairs", *notes])
 
 
 def read_parallel(
@@ -67,17 +61,15 @@ def read_parallel(
 
     Raises the errors of `read_lines`, and ``TextError`` if the line counts differ or no pair is left.
     """
-    source: list[str] = []
-    target: list[str] = []
+    pairs: list[tuple[str, str]] = []
     source_lines = target_lines = empty = beyond = 0
-    for line, translation in zip_longest(iterate_lines(source_path), iterate_lines(target_path)):
-        source_lines, target_lines = source_lines + (line is not None), target_lines + (translation is not None)
-        line, translation = (line or "").strip(), (translation or "").strip()
-        if limit is not None and len(source) >= limit:
+    for source, target in zip_longest(iterate_lines(source_path), iterate_lines(target_path)):
+        source_lines, target_lines = source_lines + (source is not None), target_lines + (target is not None)
+        pair = (source or "").strip(), (target or "").strip()
+        if limit is not None and len(pairs) >= limit:
             beyond += 1
-        elif line and translation:
-            source.append(line)
-            target.append(translation)
+        elif all(pair):
+            pairs.append(pair)
         else:
             empty += 1
     if source_lines != target_lines:
@@ -85,9 +77,11 @@ def read_parallel(
             f"{source_path} has {source_lines:,} lines but {target_path} has {target_lines:,}: "
             "line i of one must translate line i of the other"
         )
-    if not source:
+    if not pairs:
         raise TextError(f"{source_path} and {target_path}: every pair of lines has an empty side")
-    return ParallelCorpus(source, target, name or Path(source_path).name, dropped_empty=empty, beyond=beyond)
+    left_out = {_EMPTY: empty, _COPIES: 0, _BEYOND: beyond}  # in the order in which they are shown
+    sources, targets = map(list, zip(*pairs, strict=True))
+    return ParallelCorpus(sources, targets, name or Path(source_path).name, left_out)
 
 
 def split(
@@ -115,9 +109,8 @@ def split(
             f"after {validation:,} for validation and {test:,} for test"
         )
     chosen = list(held_out.values())
-    copies = len(corpus) - len(train) - len(chosen)
-    training = corpus.take(train, "train")
-    training = replace(training, dropped_empty=corpus.dropped_empty, dropped_copies=copies, beyond=corpus.beyond)
+    left_out = {**corpus.left_out, _COPIES: len(corpus) - len(train) - len(chosen)}
+    training = corpus.take(train, "train", left_out)
     return training, corpus.take(chosen[:validation], "valid"), corpus.take(chosen[validation:], "test")
 
 
@@ -150,42 +143,39 @@ def count_words(lines: Sequence[str]) -> int:
     return sum(len(line.split()) + 1 for line in lines)
 
 
-def cut_lines(lines: Sequence[str], document: DocumentKind) -> list[list[str]]:
-    """Divide the lines of a file into documents: each line, each article of WikiText, or all lines as one.
+def read_text(path: str | Path, document: DocumentKind = "line", name: str | None = None) -> TextCorpus:
+    """Read a UTF-8 file, plain or compressed, as documents; spaces at both ends of a line are dropped.
 
-    Lines before the first title belong to the first article. Raises ``ValueError`` for another kind, and for articles
-    if no line is a title.
+    document: what a document is: each line, each article of WikiText, or the whole file. Lines before the first title
+    belong to the first article.
+
+    Raises the errors of `read_lines`, ``TextError`` if the file holds no word, and ``ValueError`` for another kind of
+    document, and for articles if no line is a title.
     """
     check_value("document", document, str, choices=DOCUMENT_KINDS)
-    if document == "line":
-        return [[line] for line in lines]
-    if document == "file":
-        return [list(lines)]
-    # A title stands between lines without words; inside an article a formula may look like one.
-    blank = [not line.strip() for line in ("", *lines, "")]
-    titles = [i for i, line in enumerate(lines) if blank[i] and blank[i + 2] and _TITLE.fullmatch(line)]
-    if not titles:
-        raise ValueError("document='article' needs titles such as '= Title =' on lines of their own; there is none")
-    bounds = [0, *titles[1:], len(lines)]
-    return [list(lines[start:end]) for start, end in pairwise(bounds)]
-
-
-def read_text(path: str | Path, document: DocumentKind = "line", name: str | None = None) -> TextCorpus:
-    """Read the documents of a UTF-8 file, plain or compressed; spaces at both ends of a line are dropped.
-
-    Raises the errors of `read_lines` and `cut_lines`, and ``TextError`` if the file holds no word.
-    """
     lines = [line.strip() for line in read_lines(path)]
     if not any(lines):
         raise TextError(f"{path}: holds no word")
-    return TextCorpus(cut_lines(lines, document), name or Path(path).name)
+    bounds = [0, len(lines)]
+    if document == "line":
+        bounds = list(range(len(lines) + 1))
+    elif document == "article":
+        # A title stands between lines without words; inside an article a formula may look like one.
+        around = ["", *lines, ""]
+        titles = [i for i, line in enumerate(lines) if not around[i] + around[i + 2] and _TITLE.fullmatch(line)]
+        if not titles:
+            raise ValueError("document='article' needs titles such as '= Title =' on lines of their own; there is none")
+        bounds = [0, *titles[1:], len(lines)]
+    return TextCorpus([lines[start:end] for start, end in pairwise(bounds)], name or Path(path).name)
 
 
-def hold_out(keys: Sequence[Hashable], share: float, seed: int, what: str) -> tuple[list[int], list[int], list[int]]:
+def hold_out(
+    keys: Sequence[Hashable], share: float, seed: int, name: str, what: str
+) -> tuple[list[int], list[int], list[int]]:
     """Draw `share` of the distinct items each for validation and testing, the rest for training.
 
     Items with equal keys go to the same set, so that no held-out item is seen in training. Returns the indices of each
-    set, ascending. Raises ``TextError``, which calls the items `what`, if they are too few for three sets.
+    set, ascending. Raises ``TextError``, which calls the corpus `name` and the items `what`, if they are too few.
     """
     copies: dict[Hashable, list[int]] = {}
     for index, key in enumerate(keys):
@@ -194,7 +184,8 @@ def hold_out(keys: Sequence[Hashable], share: float, seed: int, what: str) -> tu
     count = max(1, round(share * len(groups)))
     if len(groups) < 2 * count + 1:
         raise TextError(
-            f"{len(groups):,} different {what} are too few to hold {count:,} out for validation and as many for testing"
+            f"{name}: {len(groups):,} different {what} are too few to hold {count:,} out for validation and as many "
+            "for testing; give valid_text and test_text"
         )
     order = np.random.default_rng(seed).permutation(len(groups))
     train, valid, test = (
@@ -205,14 +196,8 @@ def hold_out(keys: Sequence[Hashable], share: float, seed: int, what: str) -> tu
 
 
 def split_text(corpus: TextCorpus, share: float, seed: int) -> tuple[TextCorpus, TextCorpus, TextCorpus]:
-    """Draw `share` of the documents each for validation and testing; see `hold_out`. Equal documents stay together.
-
-    Raises ``TextError`` if there are too few documents for three sets.
-    """
-    try:
-        sets = hold_out([tuple(document) for document in corpus.documents], share, seed, "documents")
-    except TextError as error:
-        raise TextError(f"{corpus.name}: {error}; give valid_text and test_text, or cut smaller documents") from None
+    """Draw `share` of the documents each for validation and testing; see `hold_out`. Equal documents stay together."""
+    sets = hold_out([tuple(document) for document in corpus.documents], share, seed, corpus.name, "documents")
     train, valid, test = (
         TextCorpus([corpus.documents[i] for i in indices], name)
         for indices, name in zip(sets, ("train", "valid", "test"), strict=True)

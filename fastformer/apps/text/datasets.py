@@ -3,12 +3,11 @@
 `prepare` recognises the files of a distribution in a folder, counts them, and writes plain UTF-8 text under fixed
 names: `train.en`, `valid.en`, `test.en`, …, or `train.txt` and so on. `open_dataset` reads two of the languages as
 corpora, `open_text_dataset` text. A wrong count is an error for a corpus with one published form; for Europarl, which
-is often used in part, it is a warning in the report.
+is often used in part, it is a note in the report.
 """
 
 import re
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 from fastformer.apps.system.files import new_folder
@@ -28,25 +27,6 @@ _MULTI30K_FILES = {"train": ("train",), "valid": ("val", "valid"), "test": ("tes
 _WIKITEXT_TOKENS = {"train": 2_088_628, "valid": 217_646, "test": 245_569}
 
 
-@dataclass(frozen=True)
-class DatasetReport:
-    """Report of `prepare`: lines and tokens of each file, warnings, and the licence notice to be shown."""
-
-    name: str
-    folder: Path
-    lines: dict[str, int]
-    tokens: dict[str, int]
-    warnings: list[str]
-    notice: str
-
-    def __str__(self) -> str:
-        rows = [f"{self.name} in {self.folder}"]
-        for file, lines in self.lines.items():
-            tokens = f", {self.tokens[file]:,} tokens (one <eos> a line counted)" if file in self.tokens else ""
-            rows.append(f"  {file}: {lines:,} lines{tokens}")
-        return "\n".join([*rows, *(f"  note: {warning}" for warning in self.warnings), f"  {self.notice}"])
-
-
 def _find(folder: Path, *names: str) -> Path:
     """Return the first of the names that exists, plain or compressed."""
     paths = (folder / f"{name}{suffix}" for name in names for suffix in ("", *COMPRESSED))
@@ -56,10 +36,10 @@ def _find(folder: Path, *names: str) -> Path:
     return path
 
 
-def _read(path: Path, count: Callable[[Sequence[str]], int], published: str, expected: int) -> list[str]:
+def _read(path: Path, dataset: str, expected: int, count: Callable[[Sequence[str]], int], unit: str) -> list[str]:
     lines = [line.strip() for line in read_lines(path)]
     if count(lines) != expected:
-        raise TextError(f"{path}: {count(lines):,} {published.format(f'{expected:,}')} there")
+        raise TextError(f"{path}: {count(lines):,} {unit}, but {dataset} has {expected:,} there")
     return lines
 
 
@@ -79,7 +59,7 @@ def _multi30k(folder: Path) -> tuple[Files, list[str]]:
     for name, expected in _MULTI30K_LINES.items():
         for language in languages:
             path = _find(folder, *(f"{stem}.{language}" for stem in _MULTI30K_FILES[name]))
-            files[f"{name}.{language}"] = _read(path, len, "lines, but Multi30k has {}", expected)
+            files[f"{name}.{language}"] = _read(path, "Multi30k", expected, len, "lines")
     return files, []
 
 
@@ -92,23 +72,22 @@ def _europarl(folder: Path) -> tuple[Files, list[str]]:
     first, second = pairs[0].split("-")
     source, target = (_find(folder, f"europarl-v7.{pairs[0]}.{language}") for language in (first, second))
     corpus = read_parallel(source, target, "europarl")
-    read = len(corpus) + corpus.dropped_empty
-    warnings = []
-    if read != (published := _EUROPARL_LINES.get(pairs[0], read)):
-        warnings.append(f"{read:,} lines, where the published corpus has {published:,}: a part of it, or another one")
+    lines = len(corpus) + sum(corpus.left_out.values())
+    notes = []
+    if lines != (published := _EUROPARL_LINES.get(pairs[0], lines)):
+        notes.append(f"{lines:,} lines, where the published corpus has {published:,}: a part of it, or another one")
     splits = split(corpus, _EUROPARL_HELD_OUT, _EUROPARL_HELD_OUT, _EUROPARL_SEED)
     files: Files = {}
     for each in splits:
         files |= {f"{each.name}.{first}": each.source, f"{each.name}.{second}": each.target}
-    return files, [*warnings, str(splits[0])]
+    return files, [*notes, str(splits[0])]
 
 
 def _wikitext2(folder: Path) -> tuple[Files, list[str]]:
-    published = "tokens with one <eos> a line, but WikiText-2 has {}"
-    files = {
-        f"{name}.txt": _read(_find(folder, f"{name}.txt", f"wiki.{name}.tokens"), count_words, published, expected)
-        for name, expected in _WIKITEXT_TOKENS.items()
-    }
+    files = {}
+    for name, expected in _WIKITEXT_TOKENS.items():
+        path = _find(folder, f"{name}.txt", f"wiki.{name}.tokens")
+        files[f"{name}.txt"] = _read(path, "WikiText-2", expected, count_words, "tokens with one <eos> a line")
     return files, []
 
 
@@ -135,12 +114,12 @@ _DATASETS: dict[str, tuple[Callable[[Path], tuple[Files, list[str]]], str]] = {
 DATASETS = tuple(_DATASETS)
 
 
-def prepare(name: str, from_path: str | Path, to_folder: str | Path) -> DatasetReport:
+def prepare(name: str, from_path: str | Path, to_folder: str | Path) -> str:
     """Check the files of a dataset in the folder `from_path` and write them as plain text into a new folder.
 
-    Nothing is printed: show ``str(report)``, which has the licence notice. Raises ``ValueError`` for an unknown name,
-    or a folder that is not empty, ``FileNotFoundError`` if a file is missing, and ``TextError`` if a file differs from
-    the published one.
+    Returns a report to be shown: lines and tokens of each file, notes, and the licence notice. Raises ``ValueError``
+    for an unknown name, or a folder that is not empty, ``FileNotFoundError`` if a file is missing, and ``TextError`` if
+    a file differs from the published one.
     """
     check_value("dataset", name, str, choices=DATASETS)
     origin, folder = Path(from_path), Path(to_folder)
@@ -149,13 +128,15 @@ def prepare(name: str, from_path: str | Path, to_folder: str | Path) -> DatasetR
     if folder.exists() and not (folder.is_dir() and not any(folder.iterdir())):
         raise ValueError(f"{folder} is not empty; choose an empty folder or a new one")
     read, notice = _DATASETS[name]
-    files, warnings = read(origin)
+    files, notes = read(origin)
+    report = [f"{name} in {folder}"]
     with new_folder(folder) as temporary:
         for file, lines in files.items():
             write_lines(temporary / file, lines)
-    counts = {file: len(lines) for file, lines in files.items()}
-    tokens = {file: count_words(lines) for file, lines in files.items() if file.endswith(".txt")}
-    return DatasetReport(name, folder, counts, tokens, warnings, notice)
+            is_text = file.endswith(".txt")
+            tokens = f", {count_words(lines):,} tokens (one <eos> a line counted)" if is_text else ""
+            report.append(f"{file}: {len(lines):,} lines{tokens}")
+    return "\n  ".join([*report, *(f"note: {note}" for note in notes), notice])
 
 
 def _prepared(folder: str | Path, *endings: str) -> list[list[Path]]:

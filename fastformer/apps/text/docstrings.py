@@ -40,15 +40,16 @@ def docstring_corpora(
         TextError: no docstring was found for one of the corpora.
     """
     check_value("size", size, int, at_least=1)
-    roots = _installed() if roots is None else roots
-    corpora = {name: TextCorpus([], name) for name in ("train", "valid", "test")}
+    if roots is None:
+        roots = {"python": Path(sysconfig.get_paths()["stdlib"]), "torch": Path(torch.__file__).parent}
+    train, valid, test = corpora = tuple(TextCorpus([], name) for name in ("train", "valid", "test"))
     seen: set[str] = set()
     remaining = size  # characters
     # In the order of their hashes, the first files are a sample of all of them.
     for digest, path in sorted(_files(roots)):
         # The end of the hash, because files are sorted by its beginning.
         bucket = int(digest[-8:], 16) % 100
-        corpus = corpora["valid" if bucket < _HELD_OUT else "test" if bucket < 2 * _HELD_OUT else "train"]
+        corpus = valid if bucket < _HELD_OUT else test if bucket < 2 * _HELD_OUT else train
         for text in _docstrings(path):
             if text not in seen and remaining > 0:
                 seen.add(text)
@@ -56,16 +57,11 @@ def docstring_corpora(
                 remaining -= len(text)
         if remaining <= 0:
             break
-    for corpus in corpora.values():
+    for corpus in corpora:
         if not corpus.documents:
             folders = ", ".join(map(str, roots.values())) or "no folder"
             raise TextError(f"no docstring for {corpus.name} within {size:,} characters of {folders}; raise the size")
-    return corpora["train"], corpora["valid"], corpora["test"]
-
-
-def _installed() -> dict[str, Path]:
-    """Return the folders of the standard library and of torch."""
-    return {"python": Path(sysconfig.get_paths()["stdlib"]), "torch": Path(torch.__file__).parent}
+    return train, valid, test
 
 
 def _files(roots: dict[str, Path]) -> Iterator[tuple[str, Path]]:

@@ -59,14 +59,10 @@ def iterate_lines(path: str | Path) -> Iterator[str]:
 
 
 def lines_of(source: Iterable[bytes], name: str) -> Iterator[str]:
-    """Yield the lines of a stream of UTF-8 bytes without line ends.
+    """Yield the lines of a binary file, or of another iterable of lines, as text without line ends.
 
-    Args:
-        source: a binary file, or lines that end with a newline.
-        name: of the stream, for errors.
-
-    Raises:
-        TextError: a line is not UTF-8 or holds a NUL, or all lines end with CR alone.
+    Raises ``TextError``, which begins with `name`, for a line that is not UTF-8 or holds a NUL, and if all lines end
+    with CR alone.
     """
     for number, data in enumerate(source, start=1):
         if number == 1:
@@ -88,22 +84,17 @@ def lines_of(source: Iterable[bytes], name: str) -> Iterator[str]:
 
 
 def checked_lines(path: Path) -> Iterator[str]:
-    """Return the lines of a file after reading it once, so that errors are raised first; a pipe is not checked.
-
-    Raises the errors of `read_lines`.
-    """
+    """Return the lines of a file after reading it once, so that errors are raised first; a pipe is not checked."""
     if not path.is_fifo():
         collections.deque(iterate_lines(path), maxlen=0)
     return iterate_lines(path)
 
 
 def read_lines(path: str | Path) -> list[str]:
-    r"""Return the lines of a UTF-8 file, plain or compressed, without line ends; a byte order mark is dropped.
+    r"""Return the lines of a UTF-8 file without line ends; a byte order mark is dropped.
 
-    The file may be compressed by gzip, bzip2 or xz.
-
-    Raises ``FileNotFoundError`` if there is no such file, and ``TextError`` for a folder, an empty file, a broken
-    archive, and a line that is not UTF-8 or holds a NUL (the sign of UTF-16).
+    The file may be compressed by gzip, bzip2 or xz. Raises ``FileNotFoundError`` if there is no such file, and
+    ``TextError`` for a folder, an empty file, a broken archive, and the errors of `lines_of`.
     """
     return list(iterate_lines(path))
 
@@ -152,9 +143,9 @@ def write_lines(path: str | Path, lines: Iterable[str]) -> None:
 def write_texts(path: str | Path, texts: Iterable[str]) -> None:
     """Write texts as UTF-8, each with a final newline as soon as it is available.
 
-    The texts are appended to a file NAME.partial, which is renamed to `path` at the end. If an error or an interrupt
-    ends the texts, that file stays, with a warning that names it. Open files (/dev/stdout), devices and pipes are
-    written to directly. Raises ``TextError`` for half of a surrogate pair.
+    They are written to NAME.partial, which is renamed to `path` at the end and stays, with a warning, if an error or an
+    interrupt ends the texts. Open files (/dev/stdout), devices and pipes are written to directly. Raises ``TextError``
+    for half of a surrogate pair.
     """
     path = Path(path)
     with replacing(path, partial=True) as file:

@@ -23,9 +23,15 @@ _ENGLISH = str.split(
     "eighteen nineteen"
 )
 _ENGLISH_TENS = str.split("- - twenty thirty forty fifty sixty seventy eighty ninety")
-_FRENCH = str.split("zéro un deux trois quatre cinq six sept huit neuf dix onze douze treize quatorze quinze seize")
-_FRENCH_TENS = str.split("- - vingt trente quarante cinquante soixante soixante quatre-vingt quatre-vingt")
-_GERMAN = str.split("null ein zwei drei vier fünf sechs sieben acht neun zehn elf zwölf")
+_FRENCH = str.split(
+    "zéro un deux trois quatre cinq six sept huit neuf dix onze douze treize quatorze quinze seize dix-sept dix-huit "
+    "dix-neuf"
+)
+_FRENCH_TENS = str.split("- - vingt trente quarante cinquante soixante - quatre-vingt")
+_GERMAN = str.split(
+    "null ein zwei drei vier fünf sechs sieben acht neun zehn elf zwölf dreizehn vierzehn fünfzehn sechzehn siebzehn "
+    "achtzehn neunzehn"
+)
 _GERMAN_TENS = str.split("- - zwanzig dreißig vierzig fünfzig sechzig siebzig achtzig neunzig")
 
 
@@ -51,39 +57,29 @@ def english(number: int) -> str:
     return f"{english(count)} {name}" + (f" {english(remainder)}" if remainder else "")
 
 
-def french(number: int) -> str:
+def french(number: int, final: bool = True) -> str:
     """Return a number below one million in French words, traditional spelling.
+
+    final: no word follows, so that quatre-vingts and cents keep the plural s.
 
     >>> french(280_080)
     'deux cent quatre-vingt mille quatre-vingts'
     """
     _check(number)
-    return _french(number, final=True)
-
-
-def _french(number: int, final: bool) -> str:
-    """Return a number in French words; `final`: no word follows, so that quatre-vingts and cents keep the plural s."""
+    if number < 20:
+        return _FRENCH[number]
     if number < 100:
-        return _french_below_100(number, final)
+        tens, units = divmod(number, 10)
+        if tens in (7, 9):  # sixty-ten, four-twenty-ten: the units run on from ten to nineteen
+            tens, units = tens - 1, units + 10
+        if units == 0:
+            return "quatre-vingts" if tens == 8 and final else _FRENCH_TENS[tens]
+        return _FRENCH_TENS[tens] + (" et " if units in (1, 11) and tens < 8 else "-") + _FRENCH[units]
     size = 1000 if number >= 1000 else 100
     count, remainder = divmod(number, size)
-    words = [_french(count, final=False)] if count > 1 else []
+    words = [french(count, final=False)] if count > 1 else []
     words.append("mille" if size == 1000 else "cents" if count > 1 and final and not remainder else "cent")
-    return " ".join(words + ([_french(remainder, final)] if remainder else []))
-
-
-def _french_below_100(number: int, final: bool) -> str:
-    if number <= 16:
-        return _FRENCH[number]
-    tens, units = divmod(number, 10)
-    if tens in (1, 7, 9):  # ten, sixty-ten, four-twenty-ten: the units run on from ten to nineteen
-        units += 10
-    if units == 0:
-        return "quatre-vingts" if tens == 8 and final else _FRENCH_TENS[tens]
-    if units in (1, 11) and tens < 8:
-        return f"{_FRENCH_TENS[tens]} et {_FRENCH[units]}"
-    below_20 = _FRENCH[units] if units <= 16 else f"dix-{_FRENCH[units - 10]}"
-    return f"{_FRENCH_TENS[tens]}-{below_20}" if number >= 20 else below_20
+    return " ".join(words + ([french(remainder, final)] if remainder else []))
 
 
 def german(number: int) -> str:
@@ -98,12 +94,10 @@ def german(number: int) -> str:
 
 def _german(number: int) -> str:
     """Return a number as before `tausend`, ending in `ein`; at the end of a number it is `eins`."""
-    if number <= 12:
+    if number < 20:
         return _GERMAN[number]
     if number < 100:
         tens, units = divmod(number, 10)
-        if number < 20:
-            return {16: "sech", 17: "sieb"}.get(number, _GERMAN[units]) + "zehn"
         return (f"{_GERMAN[units]}und" if units else "") + _GERMAN_TENS[tens]
     size, name = (1000, "tausend") if number >= 1000 else (100, "hundert")
     count, remainder = divmod(number, size)

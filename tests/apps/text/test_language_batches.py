@@ -22,8 +22,8 @@ from fastformer.apps.text import (
     encode_lines,
     read_text,
     split_text,
+    write_lines,
 )
-from fastformer.apps.text.corpora import cut_lines
 from fastformer.apps.text.language_batches import cut_documents
 
 IDS = SpecialIds(unk_id=3, pad_id=0, bos_id=1, eos_id=2)
@@ -122,36 +122,26 @@ def test_wrong_arguments_of_batches_of_text() -> None:
     assert LanguageBatches(documents, context=8, tokens=8).batches_in(0) == 2
 
 
-ARTICLES = [
-    "",
-    "= Cats =",
-    "",
-    "cats sleep",
-    "",
-    "= = Food = =",
-    "",
-    "= not a title =",
-    "mice",
-    "",
-    "= Dogs =",
-    "",
-    "bark",
-]
+ARTICLES = "\n= Cats =\n\ncats sleep\n\n= = Food = =\n\n= not a title =\nmice\n\n= Dogs =\n\nbark".splitlines()
 
 
 def test_what_a_document_is(tmp_path: Path) -> None:
-    assert cut_lines(ARTICLES, "line") == [[line] for line in ARTICLES]
-    assert cut_lines(ARTICLES, "file") == [ARTICLES]
-    assert cut_lines(ARTICLES, "article") == [ARTICLES[:10], ARTICLES[10:]]
-    with pytest.raises(ValueError, match="needs titles"):
-        cut_lines(["a", "b"], "article")
+    write_lines(tmp_path / "articles", ARTICLES)
+    for kind, documents in (
+        ("line", [[line] for line in ARTICLES]),
+        ("file", [ARTICLES]),
+        ("article", [ARTICLES[:10], ARTICLES[10:]]),
+    ):
+        assert read_text(tmp_path / "articles", kind).documents == documents
     (tmp_path / "a.gz").write_bytes(gzip.compress(b"  one two \n\nthree\n"))
     assert read_text(tmp_path / "a.gz").documents == [["one two"], [""], ["three"]]
+    with pytest.raises(ValueError, match="needs titles"):
+        read_text(tmp_path / "a.gz", "article")
     (tmp_path / "blank.txt").write_text("\n \n")
     with pytest.raises(TextError, match=r"blank\.txt: holds no word"):
         read_text(tmp_path / "blank.txt")
     with pytest.raises(ValueError, match="document must be one of"):
-        cut_lines(["a"], "page")  # type: ignore[arg-type]
+        read_text(tmp_path / "a.gz", "page")  # type: ignore[arg-type]
 
 
 def test_every_line_ends_with_eos_and_empty_documents_are_dropped_and_counted() -> None:

@@ -18,8 +18,6 @@ from fastformer.apps.text.files import write_texts
 
 # Everything that str.splitlines would split at, but a translator's file does not.
 SEPARATORS = "\x0b\x0c\x1c\x1d\x1e\x85\u2028\u2029"
-
-
 COMPRESSIONS = {"gz": gzip.compress, "bz2": bz2.compress, "xz": lzma.compress}
 
 
@@ -89,7 +87,6 @@ def test_parallel_drops_and_counts_empty_sides(tmp_path):
     write_lines(tmp_path / "a.fr", ["un", "deux", " trois", "", "cinq", " "])
     corpus = read_parallel(tmp_path / "a.en", tmp_path / "a.fr")
     assert (corpus.source, corpus.target) == (["one", "three"], ["un", "trois"])
-    assert corpus.dropped_empty == 4
     assert str(corpus) == "a.en: 2 pairs, 4 with an empty side dropped"
 
 
@@ -124,7 +121,7 @@ def test_split_is_disjoint_in_content_and_loses_only_copies(pairs, validation, t
     assert len(set(valid + held)) == validation + test
     assert not set(train) & set(valid + held)
     assert sorted(train) == sorted(pair for pair in pairs if pair not in valid + held)
-    assert len(train) + len(valid) + len(held) + parts[0].dropped_copies == len(pairs)
+    assert len(train) + len(valid) + len(held) + parts[0].left_out["copies of held-out pairs dropped"] == len(pairs)
     assert split(corpus, validation, test, seed) == parts
 
 

@@ -33,8 +33,9 @@ LAYERS = (
     {"apps.text"},
     {"apps.models", "apps.train"},
     {"apps.runs"},
-    {"apps.export", "apps.pretrained", "apps.serve"},
+    {"apps.export", "apps.serve"},
     APPLICATIONS := {f"apps.{path.parent.name}" for path in (PACKAGE / "apps").glob("*/model.py")},
+    {"apps.pretrained"},
     {"apps.cli"},
     {"__main__"},
 )

@@ -27,7 +27,6 @@ from fastformer.apps.classification.model import (
     SequenceClassifier,
     sequence_classification_loss,
 )
-from fastformer.apps.classification.pretrained import ARCHITECTURES
 from fastformer.apps.runs.application import Application
 from fastformer.apps.runs.automatic_settings import CHOSEN, Task
 from fastformer.apps.runs.data_settings import NUMBERS, VOCABULARY, TextConfig
@@ -104,7 +103,6 @@ APPLICATION = Application(
     tokenizers=("tokenizer",),
     reading=("labels", "max_length"),
     automatic=(*CHOSEN, "layers", "batch_sentences"),
-    architectures=ARCHITECTURES,
 )
 
 

@@ -16,7 +16,6 @@ from numpy.typing import NDArray
 
 from fastformer.apps.language.evaluation import HeldOutText, Perplexity, encode_corpus, perplexity
 from fastformer.apps.language.model import LanguageConfig, LanguageModel, language_model_loss
-from fastformer.apps.language.pretrained import ARCHITECTURES
 from fastformer.apps.language.text_generator import TextGenerator
 from fastformer.apps.runs.application import Application
 from fastformer.apps.runs.automatic_settings import CHOSEN, Task
@@ -136,7 +135,6 @@ APPLICATION = Application(
     tokenizers=("tokenizer",),
     reading=("context", "stream"),
     automatic=(*CHOSEN, "layers", "context", "batch_tokens"),
-    architectures=ARCHITECTURES,
 )
 
 

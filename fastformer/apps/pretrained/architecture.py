@@ -1,4 +1,4 @@
-"""Declare how an architecture of transformers maps to fastformer: settings, and weights by name.
+"""`Architecture`: how one model class of transformers maps to fastformer, in its settings and weights.
 
 Nothing is ignored silently. A setting of transformers is read, known to change no number, or must have its default. A
 weight is converted, or compared with the weights from which it is computed.
@@ -8,21 +8,11 @@ import dataclasses
 import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-# Name in transformers -> in fastformer; of several names for one function, the last is written back.
-ACTIVATIONS = {
-    "relu": "relu",
-    "gelu": "gelu",
-    "swish": "silu",
-    "silu": "silu",
-    "gelu_pytorch_tanh": "gelu_tanh",
-    "gelu_new": "gelu_tanh",
-}
-HF_ACTIVATIONS = {name: hf_name for hf_name, name in ACTIVATIONS.items()}
 # Settings of all architectures that change no number.
 _IDLE = frozenset({"use_cache", "initializer_range", "init_std"})
 _LAYER = re.compile(r"(?<=\.)\d+(?=\.)")
@@ -77,34 +67,13 @@ class Reader:
         if getattr(self.config, "quantization_config", None) is not None:
             raise self.refuse("quantization_config", self.config.quantization_config, "None")
         bases = [each for each in type(self.config).__mro__ if each.__name__ == "PreTrainedConfig"]
-        common = {each.name for base in bases for each in dataclasses.fields(base)}
+        known = {each.name for base in bases for each in dataclasses.fields(base)}.union(_IDLE, self._read, idle)
         for each in dataclasses.fields(type(self.config)):
-            known = each.name in common | _IDLE | self._read or each.name in idle
             default = each.default
             if default is dataclasses.MISSING and each.default_factory is not dataclasses.MISSING:
                 default = each.default_factory()
-            if not known and (value := getattr(self.config, each.name)) != default:
+            if each.name not in known and (value := getattr(self.config, each.name)) != default:
                 raise self.refuse(each.name, value, f"{default!r}, which alone is known")
-
-
-class _HfWeight(NamedTuple):
-    """The name of a weight in transformers, and how it is stored: `.T` transposed, `[0]` with a dimension of size 1."""
-
-    name: str
-    mark: str
-
-    def to_fastformer(self, x: Tensor) -> Tensor:
-        x = x.detach()
-        return x.t() if self.mark == ".T" else x[0] if self.mark else x
-
-    def to_transformers(self, x: Tensor) -> Tensor:
-        return x.t() if self.mark == ".T" else x[None] if self.mark else x
-
-
-def hf_settings(config: Any, names: Mapping[str, str]) -> dict[str, Any]:
-    """Return the inverse of `Reader.settings`; an unset dropout rate is `dropout`."""
-    values = {hf_name: getattr(config, name) for name, hf_name in names.items()}
-    return {name: config.dropout if value is None else value for name, value in values.items()}
 
 
 @dataclass(frozen=True)
@@ -114,22 +83,22 @@ class Architecture:
     Attributes:
         network, config: the class of fastformer and the class of its configuration.
         settings: returns fastformer's settings; raises ValueError naming a setting that fastformer cannot represent.
-        weights: name in fastformer -> name in transformers, or names whose tensors are concatenated. {n} is the number
-            of a layer; `.T` marks a transposed matrix, `[0]` the only row of a matrix.
-        implied: name in transformers -> function (fastformer model, tensor) that returns the expected tensor.
+        modules: module, or weight, in fastformer -> in transformers. {n} is the number of a layer; [q|k] stands for two
+            modules whose weights are concatenated.
         idle: settings of transformers that change no number.
+        transposed: whether transformers stores the matrices of layers transposed.
+        computed: weight in transformers -> function (fastformer model, tensor) that returns the expected tensor.
         configuration: returns keywords of transformers' configuration; None: models cannot be converted back.
-        unlike: settings of fastformer that a conversion to transformers and back may change.
     """
 
     network: type[nn.Module]
     config: type
     settings: Callable[[Reader], dict[str, Any]]
-    weights: Mapping[str, str]
-    implied: Mapping[str, Callable[[Any, Tensor], Tensor]] = field(default_factory=dict)
+    modules: Mapping[str, str]
     idle: frozenset[str] = frozenset()
+    transposed: bool = False
+    computed: Mapping[str, Callable[[Any, Tensor], Tensor]] = field(default_factory=dict)
     configuration: Callable[[Any], dict[str, Any]] | None = None
-    unlike: frozenset[str] = frozenset()
 
     def read(self, config: Any, weights: Iterable[str]) -> Any:
         """Return fastformer's configuration; raise ValueError for a setting that fastformer cannot represent."""
@@ -138,52 +107,55 @@ class Architecture:
         reader.refuse_unread(self.idle)
         return self.config(**settings)
 
-    def _hf_weights(self, name: str, known: Mapping[str, Tensor]) -> list[_HfWeight]:
-        """Return the weights of transformers that a weight of fastformer is concatenated from, in order.
-
-        Raises ValueError if there is none, or one is not in `known`.
-        """
+    def _hf_names(self, name: str, known: Mapping[str, Tensor]) -> list[str]:
+        """Return the weights of transformers that a weight of fastformer is concatenated from; all are in `known`."""
         layer = _LAYER.search(name)
-        pattern = self.weights.get(_LAYER.sub("{n}", name, count=1))
+        general = _LAYER.sub("{n}", name, count=1)
+        module, kind = re.fullmatch(r"(.*?)(?:[._](weight|bias))?", general).groups()  # type: ignore[union-attr]
+        pattern = self.modules.get(general)
+        if pattern is None and module in self.modules:
+            pattern = f"{self.modules[module]}.{kind}"
         if pattern is None:
             raise ValueError(f"{name} has no counterpart in these models")
-        names = pattern.format(n=layer[0] if layer else "").split()
-        weights = [_HfWeight(*re.fullmatch(r"(.*?)(\.T|\[0\])?", each).groups("")) for each in names]  # type: ignore[union-attr]
-        if missing := [each.name for each in weights if each.name not in known]:
+        pattern = pattern.format(n=layer[0] if layer else "")
+        parts = re.search(r"\[(.*)\]", pattern)
+        names = [pattern.replace(parts[0], each) for each in parts[1].split("|")] if parts else [pattern]
+        if missing := [each for each in names if each not in known]:
             raise ValueError(f"{', '.join(missing)}: not among the weights, for {name}")
-        return weights
+        return names
 
-    def convert(self, model: Any, hf_weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Return copies of the weights of a model of transformers, for a model of fastformer.
+    def _turned(self, name: str, x: Tensor) -> Tensor:
+        """Return a weight in the other library's order of dimensions."""
+        return x.t() if self.transposed and ".layers." in name else x
+
+    def load(self, model: Any, hf_weights: Mapping[str, Tensor]) -> None:
+        """Put copies of the weights of a model of transformers into a model of fastformer.
 
         Raises:
             ValueError: naming a weight that is missing or unexpected, that has another shape, or that differs from a
-                weight it is tied with.
+                weight it is tied with or computed from.
         """
         weights, unread = {}, set(hf_weights)
         for name, like in model.state_dict().items():
-            sources = self._hf_weights(name, hf_weights)
-            names = [source.name for source in sources]
-            tensors = [source.to_fastformer(hf_weights[source.name]) for source in sources]
+            names = self._hf_names(name, hf_weights)
+            tensors = [self._turned(name, hf_weights[each].detach()) for each in names]
+            tensors = [x.squeeze(0) if x.dim() > like.dim() else x for x in tensors]  # final_logits_bias is [1, V]
             shapes = " and ".join(str(list(x.shape)) for x in tensors)
             if {x.shape[1:] for x in tensors} != {like.shape[1:]} or sum(map(len, tensors)) != len(like):
                 raise ValueError(f"{', '.join(names)}: shape {shapes} does not fit {name}, {list(like.shape)}")
             weights[name] = torch.cat(tensors) if len(tensors) > 1 else tensors[0].clone()
             unread.difference_update(names)
-        if unexpected := unread.difference(self.implied):
+        if unexpected := unread.difference(self.computed):
             raise ValueError(f"{', '.join(sorted(unexpected))}: weights that {type(model).__name__} does not have")
         names_of = {id(module): name for name, module in model.named_modules()}
-        for modules in model.tied() if hasattr(model, "tied") else ():
+        for modules in getattr(model, "tied", list)():
             one, other = (f"{names_of[id(module)]}.weight" for module in modules)
             if not torch.equal(weights[one], weights[other]):
                 raise ValueError(f"{one} and {other} are tied in the configuration, but their weights differ")
-        return weights
-
-    def check_implied(self, model: nn.Module, hf_weights: Mapping[str, Tensor]) -> None:
-        """Raise ValueError for a weight that differs from the tensor that the model computes for it."""
-        for name in self.implied.keys() & hf_weights.keys():
+        model.load_state_dict(weights, assign=True)
+        for name in self.computed.keys() & hf_weights.keys():
             x = hf_weights[name].detach()
-            expected = self.implied[name](model, x).detach().to(x.dtype)
+            expected = self.computed[name](model, x).detach().to(x.dtype)
             if expected.shape != x.shape or float((expected - x).abs().max()) > 2 * torch.finfo(x.dtype).eps:
                 raise ValueError(f"{name}: not what {type(model).__name__} computes")
 
@@ -195,10 +167,9 @@ class Architecture:
         """
         converted = {name: torch.zeros_like(like) for name, like in hf_weights.items()}
         for name, weight in model.state_dict().items():
-            targets = self._hf_weights(name, hf_weights)
-            sizes = [len(target.to_fastformer(hf_weights[target.name])) for target in targets]
-            for target, rows in zip(targets, weight.split(sizes), strict=True):
-                converted[target.name] = target.to_transformers(rows).detach().clone()
-        for name in self.implied.keys() & hf_weights.keys():
-            converted[name] = self.implied[name](model, hf_weights[name]).detach().clone()
+            names = self._hf_names(name, hf_weights)
+            for hf_name, part in zip(names, weight.chunk(len(names)), strict=True):
+                converted[hf_name] = self._turned(name, part).detach().reshape(hf_weights[hf_name].shape).clone()
+        for name in self.computed.keys() & hf_weights.keys():
+            converted[name] = self.computed[name](model, hf_weights[name]).detach().clone()
         return converted

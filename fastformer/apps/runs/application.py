@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import MISSING, dataclass, field, fields, replace
+from importlib import import_module
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -39,8 +40,7 @@ class Application:
         tokenizers: folders of the tokenizers within the run folder.
         reading: names of settings of `data` that a model cannot be used without.
         automatic: names of the settings that the command chooses if they are not given: see `automatic_settings`.
-        architectures: classes of transformers that are converted to such models: see `fastformer.apps.pretrained`.
-        pretrained: reads the model and the tokenizers from a folder of transformers that a run may begin with.
+        pretrained: reads the tokenizers from a folder of transformers, with whose model a run may begin.
         counted: settings of `model` that are computed from the settings of `data`.
     """
 
@@ -57,8 +57,7 @@ class Application:
     tokenizers: tuple[str, ...]
     reading: tuple[str, ...]
     automatic: tuple[str, ...] = ()
-    architectures: Mapping[str, Any] = field(default_factory=dict)
-    pretrained: Callable[[Path], tuple[Any, tuple[Tokenizer, ...]]] | None = None
+    pretrained: Callable[[Path], tuple[Tokenizer, ...]] | None = None
     counted: Mapping[str, Callable[[Any], int]] = field(default_factory=dict)
 
     @property
@@ -119,7 +118,11 @@ class Application:
             initial, before = load_safetensors(folder).float(), export.get("data", {})
             tokenizers = self._load_tokenizers(folder, initial.config)
         elif self.pretrained is not None:
-            initial, tokenizers = self.pretrained(folder)
+            initial = import_module("fastformer.apps.pretrained").from_transformers(folder).float()
+            if not isinstance(initial, self.network):
+                raise ValueError(f"{folder} holds a {type(initial).__name__}, with which no {self.title} run can begin")
+            tokenizers = self.pretrained(folder)
+            self._check_tokenizers(tokenizers, initial.config, [folder] * len(tokenizers))
         else:
             raise ValueError(f"{folder} holds no run and no exported model, with which a {self.title} run can begin")
         stated = before if stated is None else stated
@@ -206,13 +209,16 @@ class Application:
     def _load_tokenizers(self, folder: Path | str, config: Any) -> tuple[Tokenizer, ...]:
         paths = [Path(folder) / name for name in self.tokenizers]
         tokenizers = tuple(load_tokenizer(path) for path in paths)
+        self._check_tokenizers(tokenizers, config, paths)
+        return tokenizers
+
+    def _check_tokenizers(self, tokenizers: Sequence[Tokenizer], config: Any, paths: Sequence[Path]) -> None:
         vocabularies = zip(self.vocabularies, tokenizers, paths, strict=True)
         values = [(name, tokenizer.size, path) for name, tokenizer, path in vocabularies]
         values += [(name, getattr(tokenizers[-1], name), paths[-1]) for name in _IDS if name in self.derived]
         for name, value, path in values:
             if getattr(config, name) != value:
-                raise ValueError(f"{path}: it is of another run: its {name} is {value}, not {getattr(config, name)}")
-        return tokenizers
+                raise ValueError(f"{path}: it is of another model: its {name} is {value}, not {getattr(config, name)}")
 
     def load_weights(self, folder: Path | str, checkpoint: str) -> Any:
         """Return the model of a run with its weights, on the CPU; checkpoint: see `find_checkpoint`; of several

@@ -28,6 +28,7 @@ from fastformer.apps.text import (
     read_parallel,
     split,
 )
+from fastformer.apps.text.marian_tokenizer import read_marian
 from fastformer.apps.text.scores import (
     BLEU_TOKENIZERS,
     Scores,
@@ -39,7 +40,6 @@ from fastformer.apps.text.scores import (
 from fastformer.apps.text.vocabulary import learn_tokenizer, split_symbols
 from fastformer.apps.train import TrainConfig, Validation
 from fastformer.apps.translation.model import TranslationConfig, TranslationModel, corpus_loss, translation_loss
-from fastformer.apps.translation.pretrained import ARCHITECTURES, read_pretrained
 from fastformer.apps.translation.search import SearchOptions
 from fastformer.apps.translation.translator import Translator
 
@@ -200,8 +200,7 @@ APPLICATION = Application(
     tokenizers=("tokenizer/source", "tokenizer/target"),
     reading=("max_length",),
     automatic=(*CHOSEN, "encoder_layers", "decoder_layers", "embeddings", "batch_tokens", "schedule"),
-    architectures=ARCHITECTURES,
-    pretrained=read_pretrained,
+    pretrained=read_marian,
 )
 
 

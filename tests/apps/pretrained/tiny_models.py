@@ -43,7 +43,7 @@ _MARIAN = {
 }
 _GPT2 = {"vocab_size": V, "n_embd": D, "n_layer": 2, "n_head": H, "n_positions": 32, "bos_token_id": 2}
 _GPT2 |= {"eos_token_id": 2}
-_LLAMA3 = {
+LLAMA3 = {
     "rope_type": "llama3",
     "rope_theta": 100.0,
     "factor": 4.0,
@@ -62,7 +62,7 @@ DECODERS: dict[str, tuple[str, dict[str, Any]]] = {
         "LlamaForCausalLM",
         {**_LLAMA, "tie_word_embeddings": True, "attention_bias": True, "mlp_bias": True},
     ),
-    "llama scaled as 3": ("LlamaForCausalLM", {**_LLAMA, "rope_parameters": _LLAMA3}),
+    "llama scaled as 3": ("LlamaForCausalLM", {**_LLAMA, "rope_parameters": LLAMA3}),
     "llama stretched": (
         "LlamaForCausalLM",
         {**_LLAMA, "rope_parameters": {"rope_type": "linear", "rope_theta": 1e4, "factor": 2.0}},

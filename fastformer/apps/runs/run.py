@@ -334,6 +334,6 @@ class Run(ABC):
             return
         try:
             checkpoint = Checkpoint.open(last)
-        except CheckpointError:  # `Trainer.resume` raises it, and names the previous good checkpoint
+        except CheckpointError:  # `Trainer.resume` raises it, too
             return
         checkpoint.check_architecture(self.model_config, self.model_config.matrix_numbers)

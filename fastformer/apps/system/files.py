@@ -1,4 +1,4 @@
-"""Write files and folders atomically, and check that paths stay inside a folder.
+"""Write files and folders atomically.
 
 A file is written under a temporary name in its folder, flushed to the disk, and renamed: after a crash or on a full
 disk the old content still exists.
@@ -27,18 +27,6 @@ def naming(path: str | Path) -> Iterator[None]:
         if error.filename is None and error.errno is not None:
             error.filename = str(path)
         raise
-
-
-def inside(folder: Path, name: str) -> Path:
-    """Return the path of an untrusted file name in `folder`.
-
-    Raises:
-        ValueError: the path is not inside the folder.
-    """
-    path = folder / name
-    if not path.resolve().is_relative_to(folder.resolve()):
-        raise ValueError(f"{path} is not inside {folder}")
-    return path
 
 
 def is_stream(path: Path) -> bool:
@@ -136,11 +124,3 @@ def new_folder(folder: Path) -> Iterator[Path]:
     except BaseException:
         shutil.rmtree(temporary, ignore_errors=True)
         raise
-
-
-def remove(path: Path) -> None:
-    """Remove a file, or a folder with its content."""
-    if path.is_dir() and not path.is_symlink():
-        shutil.rmtree(path)
-    else:
-        path.unlink()

@@ -3,15 +3,14 @@
     model.safetensors      weights: all that inference needs
     optimizer.safetensors  the optimizer's tensors, such as "3.exp_avg" of parameter 3
     state.json             schedule, random generators, position in the data: see `run_state.py`
-    meta.json              step, architecture, metrics, and size and SHA-256 of the other files; written last
+    meta.json              step, architecture, metrics
 
-An average of checkpoints has neither optimizer nor state. Names, shapes, dtypes and sizes are compared with the model
-before a tensor is copied, because torch would cast any dtype to any other. `checkpoint_folder.py` decides which
-checkpoints a run keeps.
+An average of checkpoints has neither optimizer nor state. Names, shapes and dtypes are compared with the model before
+a tensor is copied, because torch would cast any dtype to any other. `checkpoint_folder.py` decides which checkpoints a
+run keeps.
 """
 
 import dataclasses
-import hashlib
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -23,7 +22,6 @@ import torch
 from torch import Tensor, nn
 
 from fastformer.apps.settings import befores, to_plain
-from fastformer.apps.system.files import inside, synchronise, write_file
 from fastformer.apps.train.parallel import part_of
 
 WEIGHTS, OPTIMIZER, STATE, META = "model.safetensors", "optimizer.safetensors", "state.json", "meta.json"
@@ -157,20 +155,14 @@ class Checkpoint:
     step: int
     config: dict[str, Any]
     metrics: dict[str, float]
-    files: dict[str, dict[str, Any]]
 
     @classmethod
     def open(cls, path: Path | str) -> "Checkpoint":
-        """Read meta.json; raises CheckpointError if it is missing or damaged, or names a file outside the folder."""
+        """Read meta.json; raises CheckpointError if it is missing or damaged."""
         path = Path(path)
+        meta = _read_json(path / META)
         try:
-            meta = json.loads((path / META).read_bytes())
-            files = {str(name): dict(file) for name, file in dict(meta["files"]).items()}
-            for name in files:
-                inside(path, name)
-            checkpoint = cls(path, int(meta["step"]), dict(meta["config"]), dict(meta["metrics"]), files)
-        except OSError as error:
-            raise CheckpointError(f"{path / META}: cannot be read ({error.strerror}); not a checkpoint") from None
+            checkpoint = cls(path, int(meta["step"]), dict(meta["config"]), dict(meta["metrics"]))
         except _DAMAGE as error:
             raise CheckpointError(f"{path / META}: is damaged ({type(error).__name__}: {error})") from None
         if (path / "shards").is_dir():
@@ -180,30 +172,15 @@ class Checkpoint:
             )
         return checkpoint
 
-    def check(self, *names: str) -> "Checkpoint":
-        """Compare files (all by default) with their saved size and SHA-256; raises CheckpointError naming the first."""
-        for name in names or self.files:
-            path = self.path / name
-            if name not in self.files or not path.is_file():
-                raise CheckpointError(f"{path}: is missing")
-            if file_facts(path) != self.files[name]:
-                raise CheckpointError(f"{path}: is damaged: its size or content is not what was saved")
-        return self
-
     def weights(self) -> dict[str, Tensor]:
-        """Return the tensors, on the CPU, after size and SHA-256 of their file were checked."""
-        self.check(WEIGHTS)
+        """Return the tensors, on the CPU."""
         return read_weights(self.path / WEIGHTS)
 
     def state(self) -> dict[str, Any]:
         """Return the plain values that resuming needs; raises CheckpointError if there are none, as in an average."""
-        if STATE not in self.files:
+        if not (self.path / STATE).is_file():
             raise CheckpointError(f"{self.path}: holds weights only, training cannot continue from it")
-        self.check(STATE)
-        try:
-            return dict(json.loads((self.path / STATE).read_bytes()))
-        except _DAMAGE as error:
-            raise CheckpointError(f"{self.path / STATE}: is damaged ({type(error).__name__}: {error})") from None
+        return _read_json(self.path / STATE)
 
     def optimizer_state(self, parameters: Sequence[Tensor], optimizer: str) -> dict[int, dict[str, Tensor]]:
         """Return {parameter: {name: tensor}}, as `torch.optim.Optimizer.state_dict` has it under "state".
@@ -211,7 +188,6 @@ class Checkpoint:
         parameters: the optimizer's, in its order. optimizer: a key of `OPTIMIZER_TENSORS`. Raises CheckpointError
         naming the first tensor that the optimizer does not have, or has in another shape.
         """
-        self.check(OPTIMIZER)
         tensors = read_weights(self.path / OPTIMIZER)
         expected: dict[str, Tensor] = {}
         for index in {name.partition(".")[0] for name in tensors} & set(map(str, range(len(parameters)))):
@@ -227,7 +203,6 @@ class Checkpoint:
     def load_into(self, model: nn.Module, config: Any = None) -> None:
         """Copy the weights into a model; raises the errors of `check_architecture` and `load_weights`."""
         self.check_architecture(config)
-        self.check(WEIGHTS)
         load_weights(model, self.path / WEIGHTS)
 
     def check_architecture(self, config: Any, numbers: int = 0) -> None:
@@ -249,19 +224,21 @@ class Checkpoint:
             check_size(numbers, [self.path / WEIGHTS], self.path)
 
 
+def _read_json(path: Path) -> dict[str, Any]:
+    try:
+        return dict(json.loads(path.read_bytes()))
+    except OSError as error:
+        raise CheckpointError(f"{path}: cannot be read ({error.strerror}); not a checkpoint") from None
+    except _DAMAGE as error:
+        raise CheckpointError(f"{path}: is damaged ({type(error).__name__}: {error})") from None
+
+
 def _earlier_values(config: Any) -> dict[str, Any]:
     """Return the plain values that a dataclass's fields have in files that leave them out; {} for a mapping."""
     if isinstance(config, Mapping):
         return {}
-    values = {each.name: each.default for each in dataclasses.fields(config)}
-    values = {name: default for name, default in values.items() if default is not dataclasses.MISSING}
-    return to_plain(values | befores(type(config)))
-
-
-def file_facts(path: Path) -> dict[str, Any]:
-    """Return size and SHA-256 of a file."""
-    with path.open("rb") as file:
-        return {"bytes": path.stat().st_size, "sha256": hashlib.file_digest(file, "sha256").hexdigest()}
+    defaults = {each.name: each.default for each in dataclasses.fields(config)} | befores(type(config))
+    return to_plain({name: value for name, value in defaults.items() if value is not dataclasses.MISSING})
 
 
 def write_checkpoint(
@@ -272,7 +249,7 @@ def write_checkpoint(
     config: Any,
     metrics: Mapping[str, float] | None,
 ) -> None:
-    """Write the files of a checkpoint into an empty folder, meta.json last, and flush them to the disk."""
+    """Write the files of a checkpoint into an empty folder."""
     write_weights(folder / WEIGHTS, weights)
     if state is not None:
         optimizer = state.get("optimizer", {}).items()
@@ -280,13 +257,8 @@ def write_checkpoint(
         write_weights(folder / OPTIMIZER, tensors)
         plain = {name: value for name, value in state.items() if name != "optimizer"}
         (folder / STATE).write_text(json.dumps(plain), "utf-8")
-    files = sorted(folder.iterdir())
-    for path in files:
-        synchronise(path)
-    facts = {path.name: file_facts(path) for path in files}
-    meta = {"step": step, "config": to_plain(config or {}), "metrics": dict(metrics or {}), "files": facts}
-    write_file(folder / META, (json.dumps(meta, indent=1) + "\n").encode("utf-8"))
-    synchronise(folder)
+    meta = {"step": step, "config": to_plain(config or {}), "metrics": dict(metrics or {})}
+    (folder / META).write_text(json.dumps(meta, indent=1) + "\n", "utf-8")
 
 
 def average_checkpoints(paths: Sequence[Path | str]) -> dict[str, Tensor]:

@@ -5,10 +5,10 @@
     checkpoints/interim-150/  the same, written between validations; the next checkpoint replaces it
     checkpoints/average/      the mean of the weights of the last ones
 
-The index is replaced last, when all files of a checkpoint are on the disk. A checkpoint that it does not name is
-incomplete or no longer kept: it is ignored, and removed by the next save. So a save that is killed or meets a full disk
-at any point leaves the checkpoints before it. If the index is lost, every folder with a meta.json counts. Only one
-process writes.
+A checkpoint is written to a hidden folder, flushed to the disk and renamed; then the index is replaced. A checkpoint
+that the index does not name is incomplete or no longer kept: it is ignored, and removed by the next save. So a save
+that is killed or meets a full disk at any point leaves the checkpoints before it. If the index is lost, every folder
+with a meta.json counts. Only one process writes.
 """
 
 import json
@@ -22,12 +22,12 @@ from typing import Any
 
 from torch import Tensor
 
-from fastformer.apps.system.files import synchronise, write_file
+from fastformer.apps.system.files import new_folder, synchronise, write_file
 from fastformer.apps.train.checkpoint import META, Checkpoint, CheckpointError, write_checkpoint
 from fastformer.settings import check_value
 
 INDEX, AVERAGE, INTERIM = "index.json", "average", "interim"
-_NAME = re.compile(rf"(step-\d+|{AVERAGE}|{INTERIM})(-\d+)?")
+_NAME = re.compile(rf"(step-\d+|{AVERAGE}|{INTERIM}-\d+)(-\d+)?")
 
 
 class CheckpointFolder:
@@ -81,13 +81,12 @@ class CheckpointFolder:
         """
         name = AVERAGE if state is None else f"{INTERIM if interim else 'step'}-{step}"
         try:
-            self.recover()
-            index = self.index()
-            free = (each for each in chain([name], (f"{name}-{i}" for i in count(2))))
-            target = next(path for path in map(self.folder.joinpath, free) if not path.exists())
-            target.mkdir()
-            write_checkpoint(target, step, weights, state, config, metrics)
-            synchronise(self.folder)
+            self.folder.mkdir(parents=True, exist_ok=True)
+            index = self._remove_unnamed()
+            free = (self.folder / each for each in chain([name], (f"{name}-{i}" for i in count(2))))
+            target = next(path for path in free if not path.exists())
+            with new_folder(target) as folder:
+                write_checkpoint(folder, step, weights, state, config, metrics)
             self._write_index(
                 kept=index["kept"] if state is None else [*index["kept"], target.name],
                 best=index["best"] if best is None else {"name": target.name, "value": best},
@@ -95,7 +94,7 @@ class CheckpointFolder:
             )
         except OSError as error:
             with suppress(OSError):
-                self.recover()
+                self._remove_unnamed()
             last = self.last()
             last_good = f"the last good checkpoint is {last}" if last else "there is no earlier checkpoint"
             raise OSError(f"checkpoint {name} could not be written to {self.folder}: {error}; {last_good}") from error
@@ -105,31 +104,11 @@ class CheckpointFolder:
         """Record a checkpoint as the best; `value` is its metric."""
         self._write_index(**{**self.index(), "best": {"name": path.name, "value": value}})
 
-    def open(self, path: Path | str | None = None) -> Checkpoint:
-        """Open the checkpoint at `path`, or the last one, after checking all its files.
-
-        A damaged checkpoint raises CheckpointError naming the file and the previous good checkpoint.
-        """
-        candidates = self.paths()
-        if path is None and not candidates:
+    def open(self) -> Checkpoint:
+        """Open the last checkpoint; raises CheckpointError if there is none, or its meta.json is damaged."""
+        if (last := self.last()) is None:
             raise CheckpointError(f"{self.folder}: holds no checkpoint")
-        try:
-            return Checkpoint.open(candidates[-1] if path is None else path).check()
-        except CheckpointError as error:
-            previous = next(filter(_is_good, reversed(candidates)), None)
-            way_out = f"to go on from the previous good checkpoint, {previous}, remove those after it"
-            raise CheckpointError(
-                f"{error}; {way_out if previous else 'there is no earlier good checkpoint'}"
-            ) from None
-
-    def recover(self) -> None:
-        """Remove checkpoints that the index does not name; to be called by the writing process only."""
-        self.folder.mkdir(parents=True, exist_ok=True)
-        index = self.index()
-        named = {*index["kept"], index["average"], *([index["best"]["name"]] if index["best"] else [])}
-        for path in self.folder.iterdir():
-            if _NAME.fullmatch(path.name) and path.name not in named and path.is_dir():
-                shutil.rmtree(path)
+        return Checkpoint.open(last)
 
     def index(self) -> dict[str, Any]:
         """Return names: `kept` in the order of writing, `best` with its value or None, `average` if it exists."""
@@ -137,7 +116,7 @@ class CheckpointFolder:
             index = json.loads((self.folder / INDEX).read_bytes())
             best = index["best"] and {"name": index["best"]["name"], "value": float(index["best"]["value"])}
             index = {"kept": list(index["kept"]), "best": best, "average": index.get("average", AVERAGE)}
-            if all(map(_NAME.fullmatch, [*index["kept"], index["average"], *([best["name"]] if best else [])])):
+            if all(map(_NAME.fullmatch, _named(index))):
                 return index
         except (FileNotFoundError, ValueError, TypeError, KeyError, AttributeError, RecursionError):
             pass
@@ -152,15 +131,20 @@ class CheckpointFolder:
         index = {"kept": [name for name in kept if name in named], "best": best, "average": average}
         write_file(self.folder / INDEX, (json.dumps(index, indent=1) + "\n").encode("utf-8"))
         synchronise(self.folder)
-        self.recover()
+        self._remove_unnamed()
+
+    def _remove_unnamed(self) -> dict[str, Any]:
+        """Remove checkpoints that the index does not name, complete or not, and return the index."""
+        index = self.index()
+        for path in self.folder.iterdir():
+            name = path.name.removeprefix(".").removesuffix(".tmp")
+            if _NAME.fullmatch(name) and path.name not in _named(index) and path.is_dir():
+                shutil.rmtree(path)
+        return index
 
 
-def _is_good(path: Path) -> bool:
-    """Return whether all files of a checkpoint are intact."""
-    with suppress(CheckpointError):
-        Checkpoint.open(path).check()
-        return True
-    return False
+def _named(index: Mapping[str, Any]) -> list[str]:
+    return [*index["kept"], index["average"], *([index["best"]["name"]] if index["best"] else [])]
 
 
 def find_checkpoint(path: Path | str, which: str = "best") -> Path:

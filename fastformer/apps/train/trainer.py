@@ -101,7 +101,8 @@ class Trainer:
     def resume(self) -> Checkpoint:
         """Continue from the last checkpoint of this run; call it before `fit`.
 
-        A damaged checkpoint raises CheckpointError naming the previous good one.
+        Raises CheckpointError naming a file that is damaged or of another model; without its folder, the run continues
+        from the checkpoint before it.
         """
         return self._state.restore()
 

@@ -198,15 +198,12 @@ def test_the_best_of_all_may_be_the_average(tmp_path):
     model = network()
     run = trainer(tmp_path, config(steps=15, average=3), model=model, validate=values)
     result = run.fit()
-    last = CheckpointFolder(tmp_path / "checkpoints").open(tmp_path / "checkpoints" / "step-15").weights()
+    last = Checkpoint.open(tmp_path / "checkpoints" / "step-15").weights()
     assert all(torch.equal(last[name], tensor) for name, tensor in model.state_dict().items())
     assert (result.best_value, result.best) == (1.5, tmp_path / "checkpoints" / "average")
     assert result.metrics["loss"] == 2.5
     Checkpoint.open(find_checkpoint(tmp_path)).load_into(model)
-    mean = sum(
-        CheckpointFolder(tmp_path / "checkpoints").open(tmp_path / "checkpoints" / f"step-{step}").weights()["4.weight"]
-        for step in (5, 10, 15)
-    )
+    mean = sum(Checkpoint.open(tmp_path / "checkpoints" / f"step-{step}").weights()["4.weight"] for step in (5, 10, 15))
     torch.testing.assert_close(model[4].weight, mean / 3)
 
 
@@ -312,8 +309,7 @@ def overflowing(*at: int) -> Any:
 
 
 def weights(folder: Path, step: int) -> dict[str, Tensor]:
-    path = folder / "checkpoints" / f"step-{step}"
-    return CheckpointFolder(folder / "checkpoints").open(path).weights()
+    return Checkpoint.open(folder / "checkpoints" / f"step-{step}").weights()
 
 
 def records(folder: Path, kind: str = "train") -> list[dict[str, Any]]:

@@ -1,10 +1,10 @@
-"""What the executor refuses: each wrong program beside a right one."""
+"""What the executor runs, refuses and counts: programs written by hand, each wrong one beside a right one."""
 
 import numpy as np
 import pytest
 
 from tests.compiled.hand_written import OWN, aligned, refused, run
-from tests.compiled.ptx.machine import KernelFault
+from tests.compiled.ptx.machine import KernelFault, Traffic
 from tests.compiled.ptx.text import PtxError
 
 X, OUT = aligned(np.arange(64), np.uint32), aligned(np.zeros(64), np.uint32)
@@ -97,32 +97,105 @@ def test_two_blocks_add_to_one_place():
             "setp.lt.u32 %p1, %r0, 16;\n@%p1 bra $L_x;\nshfl.sync.bfly.b32 %r1, %r0, 1, 31, -1;\n$L_x:\n",
         ),
         ("does it end", "$L_x:\nbra.uni $L_x;"),
-        ("trap", "trap;"),
     ],
 )
 def test_threads(kind, body):
     refused(kind, body, [X], threads=64, steps=100)
 
 
-def test_findings_are_noted_and_the_run_goes_on():
-    body = f"{OWN}ld.shared.b32 %r1, [%r7];\nst.global.b32 [%rd11], 3;"
-    for options in ({"note": True}, {"expected": ("shared memory read before",)}):
-        OUT[:] = 0
-        report = run(body, [OUT], **options)
-        assert OUT[:32].tolist() == [3] * 32
-        (((kind, _), (text, count)),) = report.findings.items()
-        assert kind == "shared memory read before it is written"
-        assert count == 32
-        assert "ld.shared.b32 %r1, [%r7]; block 0 thread 0 of 32, address 0x400" in text
-    refused("before it is written", body, [OUT], expected=("race",))
-
-
-@pytest.mark.parametrize("line", ["suld.b.1d.b32 {%r1}, [%rd0];", "tex.2d.v4.f32.f32 {%r1}, [%rd0];"])
+@pytest.mark.parametrize("line", ["tex.2d.v4.f32.f32 {%r1}, [%rd0];", "add.sat.s32 %r1, %r0, 1;", "membar.gl;"])
 def test_what_it_does_not_know_it_says(line):
-    with pytest.raises(PtxError, match=r"line \d+: no such instruction here"):
+    with pytest.raises(PtxError, match=r"line \d+: .*(no such instruction here|modifier sat)"):
         run(line, [X])
 
 
 def test_a_register_that_was_not_written():
     with pytest.raises((PtxError, KernelFault), match="%r77"):
         run("add.s32 %r1, %r77, 1;", [X])
+
+
+# ---- threads that go different ways
+
+PUT = "st.global.b32 [%rd11], %r2;"
+
+
+def results(body: str, threads: int = 32) -> list[int]:
+    """What each thread leaves in %r2."""
+    out = aligned(np.zeros(threads), np.uint32)
+    run(OWN + body + PUT, [out], threads)
+    return [int(x) for x in out]
+
+
+LOOP = """mov.b32 %r1, 0;
+mov.b32 %r2, 0;
+$L_1:
+add.s32 %r2, %r2, %r1;
+add.s32 %r1, %r1, 1;
+setp.le.s32 %p1, %r1, %r0;
+@%p1 bra $L_1;
+"""
+WAYS = """and.b32 %r1, %r0, 1;
+setp.eq.b32 %p1, %r1, 0;
+@%p1 bra $L_2;
+mov.b32 %r2, 5;
+bra.uni $L_3;
+$L_2:
+mov.b32 %r2, 7;
+$L_3:
+"""
+
+
+def test_loops_of_different_lengths_and_two_ways():
+    assert results(LOOP, 64) == [n * (n + 1) // 2 for n in range(64)]
+    assert results(WAYS, 64) == [7, 5] * 32
+
+
+def test_a_barrier_waits_for_those_that_live():
+    assert results("mov.b32 %r2, 1;\nsetp.gt.u32 %p1, %r0, 40;\n@%p1 ret;\nbar.sync 0;\n", 64) == [1] * 41 + [0] * 23
+
+
+@pytest.mark.parametrize(
+    ("mode", "amount", "source"),
+    [
+        ("bfly", 5, lambda n: n ^ 5),
+        ("idx", 3, lambda n: 3),
+        ("up", 2, lambda n: n - 2 if n >= 2 else n),
+    ],
+)
+def test_shuffles(mode, amount, source):
+    clamp = 0 if mode == "up" else 31
+    body = f"shfl.sync.{mode}.b32 %r2, %r0, {amount}, {clamp}, -1;\n"
+    assert results(body) == [source(n) for n in range(32)]
+
+
+# ---- memory traffic
+
+SPACE = aligned(np.zeros(32 * 64), np.uint32)
+
+
+@pytest.mark.parametrize(("stride", "sectors"), [(0, 1), (1, 4), (2, 8), (8, 32), (16, 32)])
+def test_sectors_of_global_memory(stride, sectors):
+    body = f"mul.wide.u32 %rd10, %r0, {4 * stride};\nadd.s64 %rd11, %rd0, %rd10;\nst.global.b32 [%rd11], 0;"
+    bytes_, needed = (128, 4) if stride else (4, 1)
+    assert [*run(body, [SPACE], memory_traffic=True).traffic.values()] == [Traffic(1, bytes_, sectors, needed)]
+
+
+PLACE = "mov.b32 %r6, global_smem;\nmad.lo.s32 %r7, %r0, STRIDE, %r6;\n"
+STORE, WIDE_STORE = "st.shared.b32 [%r7], 0;", "st.shared.v4.b32 [%r7], {%r0, %r0, %r0, %r0};"
+COPIED = "cp.async.ca.shared.global [%r7], [%rd0], 4;\ncp.async.commit_group;\ncp.async.wait_group 0;"
+
+
+@pytest.mark.parametrize(
+    ("access", "stride", "wavefronts", "least"),
+    [
+        *((STORE, 4 * stride, n, 1) for stride, n in ((1, 1), (2, 2), (3, 1), (4, 4), (32, 32), (33, 1), (0, 1))),
+        *((COPIED, stride, stride // 4, 1) for stride in (4, 8, 128)),
+        (WIDE_STORE, 16, 4, 4),
+        (WIDE_STORE, 128, 32, 4),
+    ],
+)
+def test_bank_conflicts(access, stride, wavefronts, least):
+    body = PLACE.replace("STRIDE", str(stride)) + access
+    traffic = run(body, [SPACE], shared=32 * 64 * 4, memory_traffic=True).traffic
+    found = [each for (space, *_), each in traffic.items() if space == "shared"]
+    assert found == [Traffic(1, 128 * least, wavefronts, least)]

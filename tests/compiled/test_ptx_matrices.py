@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from tests.compiled.hand_written import aligned, bf16, f16, f32, refused, run
+from tests.compiled.hand_written import aligned, bf16, f32, refused, run
 
 RNG = np.random.default_rng(0)
 LANE = np.arange(32)
@@ -86,14 +86,6 @@ def test_products(k, kind):
     multiply(a, b, kind, 4, f32(1), out := aligned(np.zeros((32, 4)), np.float32))
     exact = a.astype(np.float64) @ b + 1
     assert np.abs(matrix(out) - exact).max() <= k * 2**-24 * 16  # sums of fp32, of up to 16
-
-
-@pytest.mark.parametrize("k", [8, 16])
-def test_sums_of_16_bits(k):
-    """Two elements of a row to a register; all numbers are small integers, hence exact."""
-    a, b = (RNG.integers(-8, 8, shape).astype(np.float32) for shape in ((16, k), (k, 8)))
-    multiply(a, b, "f16", 2, f16(1) | f16(2) << 16, out := aligned(np.zeros((32, 4)), np.float16))
-    assert np.array_equal(matrix(out), a @ b + np.tile([1, 2], 4))
 
 
 # ---- wgmma: D = A B^T of 64 x 16 and 64 x 16, in every layout of shared memory
@@ -184,13 +176,6 @@ def test_layouts_of_shared_memory(swizzle, trans):
     given = arrays(bf16, np.float32, swizzle, trans)
     execute(program(swizzle, trans), given)
     assert np.array_equal(matrix(given[1]), A.astype(np.float64) @ B.T)
-
-
-def test_accumulators_of_wgmma_of_16_bits():
-    """Two to a register; the second product is added to the first. All numbers are small integers, hence exact."""
-    given = arrays(f16, np.float16, 128, (0, 0))
-    execute(program(128, (0, 0), "f16.f16.f16", times=2), given)
-    assert np.array_equal(matrix(given[1]), 2 * A.astype(np.float64) @ B.T)
 
 
 @pytest.mark.parametrize(

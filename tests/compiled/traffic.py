@@ -29,9 +29,8 @@ import triton
 from torch import Tensor
 
 from fastformer import functional
-from tests.compiled.ptx.counters import Traffic
 from tests.compiled.ptx.driver import Session
-from tests.compiled.ptx.machine import Options
+from tests.compiled.ptx.machine import Options, Traffic
 
 RECORD = Path(__file__).with_name("traffic.json")
 Figures = tuple[float, float, float]  # sectors over needed, bytes of a request, wavefronts over needed

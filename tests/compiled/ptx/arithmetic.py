@@ -1,7 +1,7 @@
 """What PTX computes, on numpy arrays of bits: one element a thread, or one for all of them.
 
-Integers wrap, conversions round as they say, fma rounds once. ex2, lg2, rsqrt, sin and the like are approximations of a
-GPU, whose bits NVIDIA does not publish: here they are rounded from more exact values.
+Integers wrap, conversions round as they say, fma rounds once. ex2 and rsqrt are approximations of a GPU, whose bits
+NVIDIA does not publish: here they are rounded from more exact values.
 """
 
 import numpy as np
@@ -41,18 +41,8 @@ def f32_to_bf16(x):
     return np.where(np.isnan(x), u32(0x7FFF), rounded).astype(u16)
 
 
-def f32_to_bf16_rz(x):
-    return np.where(np.isnan(x), u32(0x7FFF), x.view(u32) >> u32(16)).astype(u16)
-
-
 def f32_to_f16(x):
     return x.astype(f16).view(u16)
-
-
-def f32_to_f16_rz(x):
-    near = x.astype(f16)
-    away = np.abs(near.astype(f32)) > np.abs(x)
-    return np.where(away, near.view(u16) - u16(1), near.view(u16))
 
 
 def f16_to_f32(x):
@@ -101,12 +91,6 @@ def single16(function, kind, *args):
     return narrow64(function(*(widen(a, kind).astype(f64) for a in args)), kind)
 
 
-def to_tf32(x):
-    """.rna: nearest, ties away from zero."""
-    bits = x.view(u32)
-    return np.where(np.isfinite(x), (bits + u32(0x1000)) & u32(0xFFFFE000), bits)
-
-
 # ---- fp32 and fp64 -------------------------------------------------------------------------------------------------
 
 
@@ -146,31 +130,15 @@ def shr(a, n):
 
 
 def divide(a, b):
+    """Signed, towards zero; by zero it gives -1."""
     zero = b == 0
-    if a.dtype.kind == "u":
-        return np.where(zero, ~a.dtype.type(0), a // np.where(zero, a.dtype.type(1), b))
     b = np.where(zero, a.dtype.type(1), b)
     q = a // b
     return np.where(zero, a.dtype.type(-1), q + ((q < 0) & (q * b != a)).astype(a.dtype))
 
 
-def remainder(a, b):
-    zero = b == 0
-    safe = np.where(zero, a.dtype.type(1), b)
-    return np.where(zero, a, a - divide(a, safe) * safe)
-
-
 def mulhi(a, b):
-    if a.itemsize == 4:
-        wide = i64 if a.dtype.kind == "i" else u64
-        return (a.astype(wide) * b.astype(wide) >> wide(32)).astype(a.dtype)
-    if a.dtype.kind == "i":
-        high = mulhi(a.view(u64), b.view(u64))
-        return (high - np.where(a < 0, b.view(u64), u64(0)) - np.where(b < 0, a.view(u64), u64(0))).view(i64)
-    s, m = u64(32), u64(0xFFFFFFFF)
-    al, ah, bl, bh = a & m, a >> s, b & m, b >> s
-    middle = (al * bl >> s) + (ah * bl & m) + (al * bh & m)
-    return ah * bh + (ah * bl >> s) + (al * bh >> s) + (middle >> s)
+    return (a.astype(u64) * b.astype(u64) >> u64(32)).astype(u32)
 
 
 def _ones(length, dtype):
@@ -190,12 +158,6 @@ def bfe(a, pos, length):
     return out.view(a.dtype)
 
 
-def bfi(a, b, pos, length):
-    pos, length = pos.astype(i64) & 255, length.astype(i64) & 255
-    ones = shl(_ones(length, a.dtype), pos)
-    return (shl(a, pos) & ones) | (b & ~ones)
-
-
 def prmt(a, b, c):
     both = a.astype(u64) | (b.astype(u64) << u64(32))
     out = u32(0)
@@ -205,48 +167,3 @@ def prmt(a, b, c):
         sign = np.where(byte & u64(128), u64(255), u64(0))
         out = out | (np.where(selector & u32(8), sign, byte).astype(u32) << u32(8 * i))
     return out
-
-
-def shf(low, high, n, left, wrap):
-    n = (n & u32(31)) if wrap else np.minimum(n, u32(32))
-    both = low.astype(u64) | (high.astype(u64) << u64(32))
-    n = n.astype(u64)
-    return ((both << n) >> u64(32)).astype(u32) if left else (both >> n).astype(u32)
-
-
-def lop3(a, b, c, table):
-    out = u32(0)
-    for i in range(8):
-        if table >> i & 1:
-            out = out | (a if i & 4 else ~a) & (b if i & 2 else ~b) & (c if i & 1 else ~c)
-    return out if table else np.zeros_like(a)
-
-
-def clz(a):
-    width = 8 * a.itemsize
-    out = np.full(a.shape, width, u32)
-    for i in range(width):
-        out = np.where((a >> a.dtype.type(i)) & a.dtype.type(1), u32(width - 1 - i), out)
-    return out
-
-
-def popc(a):
-    return np.bitwise_count(a).astype(u32)
-
-
-def brev(a):
-    width = 8 * a.itemsize
-    out = np.zeros_like(a)
-    for i in range(width):
-        out = out | (((a >> a.dtype.type(i)) & a.dtype.type(1)) << a.dtype.type(width - 1 - i))
-    return out
-
-
-def to_integer(x, width, signed):
-    """Whole numbers in fp64 to integers, saturated; NaN gives 0."""
-    low, high = (-(2 ** (width - 1)), 2 ** (width - 1) - 1) if signed else (0, 2**width - 1)
-    kind = INT[width] if signed else UINT[width]
-    inside = (x > low) & (x < high)
-    out = np.where(inside, x, 0).astype(kind)
-    out = np.where(x >= high, kind(high), np.where(x <= low, kind(low), out))
-    return out.view(UINT[width])

@@ -16,16 +16,12 @@ import torch
 
 from benchmarks.host.null_driver import NullDriver, Utilities, stand_in
 from tests.compiled.ptx import text
-from tests.compiled.ptx.bulk import make_map
 from tests.compiled.ptx.global_memory import Allocation
 from tests.compiled.ptx.machine import Options, Report, launch
 from tests.compiled.ptx.program import Program
 
 # Kernels that touch the padding of the rows of a view on purpose, within its storage.
 _WHOLE_STORAGE = ("cross_entropy",)
-_MAP_ALIGNMENT = 128  # of tensor maps, which are what a kernel has scratch memory for
-# Findings that Triton is known for, noted and not raised (docs/kernels/shared.md).
-EXPECTED = ("no fence.proxy.async since an mbarrier was initialised",)
 
 
 class Session:
@@ -37,7 +33,6 @@ class Session:
         self.reports: deque[Report] = deque(maxlen=1000)  # the latest
         self.launches: Counter[str] = Counter()  # by kernel
         self.seconds = 0.0
-        self.expected: Counter[str] = Counter()  # findings, by kind
         self.edit: Callable[[str, str], str] | None = None  # (kernel, PTX) -> PTX, a deliberate fault
         self.programs: dict[tuple[str, int], Program] = {}
 
@@ -52,12 +47,10 @@ class Session:
         self.reports.append(report)
         self.launches[report.name] += 1
         self.seconds += report.seconds
-        self.expected.update(kind for kind, _ in report.findings)
 
     def summary(self) -> str:
         launches, kernels = sum(self.launches.values()), len(self.launches)
-        expected = "".join(f"; expected of this Triton, {n} times: {kind}" for kind, n in self.expected.items())
-        return f"sm_{self.arch}: {launches} launches of {kernels} kernels, {self.seconds:.0f} s in them{expected}"
+        return f"sm_{self.arch}: {launches} launches of {kernels} kernels, {self.seconds:.0f} s in them"
 
 
 session = Session()
@@ -111,48 +104,11 @@ def allocations_of(tensors: list[torch.Tensor], exact: bool) -> list[Allocation]
     return list(found.values())
 
 
-def _of_descriptor(x: Any, found: Any) -> Iterator[tuple[Any, str]]:
-    """What a kernel gets for a tensor descriptor, and of what type each is. found: of its map; None: it has none.
-
-    Raises:
-        NotImplementedError: loads that round to tf32.
-    """
-    if found is None:
-        yield x.base, "*"
-        yield from ((n, "i64") for n in (*x.shape, *x.strides))
-        yield x.padding == "nan", "i1"
-        if hasattr(x, "round_f32_to_tf32"):  # not in Triton 3.6
-            yield x.round_f32_to_tf32, "i1"
-    else:
-        if getattr(x, "round_f32_to_tf32", False):
-            raise NotImplementedError("a tensor map that rounds to tf32")
-        raw = make_map(
-            x.base.data_ptr(), found["swizzle"], found["elem_type"], x.base.element_size(), found["block_size"],
-            x.shape, x.strides, x.padding == "nan",
-        )  # fmt: skip
-        space = torch.empty(2 * _MAP_ALIGNMENT, dtype=torch.uint8)
-        place = space[-space.data_ptr() % _MAP_ALIGNMENT :][: len(raw)]
-        yield place.copy_(torch.from_numpy(raw)), "*"
-    yield from ((n, "i32") for n in x.shape)
-    yield from ((n, "i64") for n in x.strides)
-
-
 class _Launcher:
     """In place of Triton's C function."""
 
     def __init__(self, source: Any, metadata: Any) -> None:
         self.signature = tuple(source.signature.values())
-        self.maps = getattr(metadata, "tensordesc_meta", None) or ()
-        self.scratch = getattr(metadata, "global_scratch_size", 0)  # bytes of a block
-
-    def given(self, args: tuple[Any, ...]) -> Iterator[tuple[Any, str]]:
-        """The arguments that the PTX knows, and their types."""
-        maps = iter(self.maps)
-        for value, kind in zip(args, self.signature, strict=True):
-            if str(kind).startswith("tensordesc"):
-                yield from _of_descriptor(value, next(maps, None))
-            else:
-                yield from ((v, k) for v, k in zip(_flat(value), _flat(kind), strict=True) if k != "constexpr")
 
     def __call__(self, x: int, y: int, z: int, stream: int, function: Function, *others: Any) -> None:
         """Run a grid. others: packed and other metadata, hooks, and the arguments of the kernel."""
@@ -160,15 +116,11 @@ class _Launcher:
         if x * y * z == 0:
             return
         program = session.program(function)
-        given = list(self.given(args))
+        given = [(v, k) for v, k in zip(_flat(args), _flat(self.signature), strict=True) if k != "constexpr"]
         values = [bits(v, k) for v, k in given]
-        scratch = torch.empty(x * y * z * self.scratch + _MAP_ALIGNMENT, dtype=torch.uint8)
-        values.append(-(-scratch.data_ptr() // _MAP_ALIGNMENT) * _MAP_ALIGNMENT)
-        values += [0] * (len(program.kernel.params) - len(values))  # the profiler's, which is not used
+        values += [0] * (len(program.kernel.params) - len(values))  # scratch and profiler memory, which is not used
         tensors = [v for v, _ in given if isinstance(v, torch.Tensor)]
-        tensors += [v.base for v, k in zip(args, self.signature, strict=True) if str(k).startswith("tensordesc")]
         allocations = allocations_of(tensors, not function.name.startswith(_WHOLE_STORAGE))
-        allocations += allocations_of([scratch] if self.scratch else [], False)
         session.add(launch(program, (x, y, z), values, allocations, session.options))
 
 
@@ -217,5 +169,4 @@ def install(arch: int) -> Session:
     stand_in(PtxDriver(arch))
     _without_ptxas()
     session.arch = arch
-    session.options.expected += EXPECTED
     return session

@@ -1,4 +1,4 @@
-"""Global memory: the bytes of the launch's tensors, in this process; local memory: some bytes of each thread.
+"""Global memory: the bytes of the launch's tensors, in this process.
 
 An access must lie within one allocation, on bytes that a tensor of the launch covers where that is asked for, at a
 multiple of its width. Two blocks may not touch a byte that one of them writes, unless all do so by atomics.
@@ -13,45 +13,22 @@ from tests.compiled.ptx.arithmetic import UINT, i64, u8, u64
 
 ONES = {width: UINT[width](int("01" * (width // 8), 16)) for width in UINT}
 _NOBODY, _SEVERAL, _ATOMICS = -1, -2, -3  # in place of a block's number
-_REAL = {"f32": np.float32, "f64": np.float64}
-_FLOAT = {"add": np.add, "min": np.fmin, "max": np.fmax}
-_INTEGER = {"add": np.add, "min": np.minimum, "max": np.maximum}
-_INTEGER |= {"and": np.bitwise_and, "or": np.bitwise_or, "xor": np.bitwise_xor}
-OPERATIONS = {*_INTEGER, "exch", "cas", "inc", "dec"}
 
 
-def atomic(kind: str, operation: str, view: Any, index: Any, *operands: Any) -> Any:
-    """Read, change and write an array of bits in the order of the threads; return what was read.
+def add_in_order(view: Any, index: Any, values: Any) -> Any:
+    """Add numbers of fp32 to an array of bits, in the order of the threads; return the bits that were there before."""
 
-    Args:
-        operands: the values; of `cas` two, what to compare with, and what to put there.
+    def add(old: Any, new: Any) -> Any:
+        return (old.view(np.float32) + new.view(np.float32)).view(old.dtype)
 
-    Raises:
-        NotImplementedError: floats of 16 bits, `inc` and `dec`, which Triton does not emit for our kernels.
-    """
-    if kind in ("f16x2", "bf16x2", "f16", "bf16") or operation in ("inc", "dec"):
-        raise NotImplementedError(f"atomic {operation} {kind}")
-
-    def combine(old: Any, new: Any) -> Any:
-        if operation == "exch":
-            return new
-        if kind in _REAL:
-            return _FLOAT[operation](old.view(_REAL[kind]), new.view(_REAL[kind])).view(old.dtype)
-        a, b = (x.view(f"i{x.itemsize}") if kind[0] == "s" else x for x in (old, new))
-        return _INTEGER[operation](a, b).view(old.dtype)
-
-    values = operands[-1]
-    if operation != "cas" and len(np.unique(index)) == len(index):
+    if len(np.unique(index)) == len(index):
         old = view[index]
-        view[index] = combine(old, values)
+        view[index] = add(old, values)
         return old
     old = np.empty(len(index), view.dtype)
     for n, at in enumerate(index):
         old[n] = view[at]
-        if operation == "cas":
-            view[at] = values[n] if view[at] == operands[0][n] else view[at]
-        else:
-            view[at : at + 1] = combine(view[at : at + 1], values[n : n + 1])
+        view[at : at + 1] = add(view[at : at + 1], values[n : n + 1])
     return old
 
 
@@ -102,9 +79,7 @@ class GlobalMemory:
         m.refuse((address & u64(size - 1)) != 0, "misaligned", number, lanes, address, f"{size} bytes")
         return [(lanes[which], a, index) for which, a, index in self.locate(number, lanes, address, size)]
 
-    def locate(
-        self, number: int, lanes: Any, address: Any, size: int, what: str = ""
-    ) -> list[tuple[Any, Allocation, Any]]:
+    def locate(self, number: int, lanes: Any, address: Any, size: int) -> list[tuple[Any, Allocation, Any]]:
         """Return (which of them, allocation, index) of each allocation that some addresses are in."""
         place = int(np.searchsorted(self.starts, address.min(), "right")) - 1
         if place >= 0 and address.max() + u64(size) <= self.ends[place]:  # nearly always
@@ -112,8 +87,7 @@ class GlobalMemory:
             return [(slice(None), a, ((address - u64(a.base)) // u64(size)).astype(i64))]
         places = np.searchsorted(self.starts, address, "right").astype(i64) - 1
         outside = (places < 0) | (address + u64(size) > self.ends[places])
-        detail = f"{size} bytes{what and ' of a ' + what}"
-        self.machine.refuse(outside, "outside all allocations", number, lanes, address, detail)
+        self.machine.refuse(outside, "outside all allocations", number, lanes, address, f"{size} bytes")
         found = []
         for p in np.unique(places[~outside]):
             these = np.flatnonzero((places == p) & ~outside)
@@ -167,51 +141,13 @@ class GlobalMemory:
             for i, v in enumerate(values):
                 view[index, i] = m.of_threads(v)[lanes]
 
-    def atomic(self, number: int, mask: Any, address: Any, kind: str, operation: str, *operands: Any) -> list[Any]:
-        """Each operand is a list of numbers. Of `cas` there are two: what to compare with, and what to put there."""
-        values, m = operands[-1], self.machine
-        width = values[0].itemsize * 8
-        total = width * len(values)
-        results = np.zeros((len(values), m.lanes), UINT[width])
+    def add(self, number: int, mask: Any, address: Any, values: list[Any]) -> list[Any]:
+        """Add numbers of fp32 by an atomic operation; return what was there."""
+        m, total = self.machine, 32 * len(values)
+        results = np.zeros((len(values), m.lanes), UINT[32])
         for lanes, a, index in self.find(number, mask, address, total):
             self.check(number, lanes, a, index, total, "atomic")
-            view = a.view("bytes", total, width)
-            for i in range(len(values)):
-                given = [m.of_threads(x[i])[lanes] for x in operands]
-                results[i, lanes] = atomic(kind, operation, view[:, i], index, *given)
+            view = a.view("bytes", total, 32)
+            for i, value in enumerate(values):
+                results[i, lanes] = add_in_order(view[:, i], index, m.of_threads(value)[lanes])
         return list(results)
-
-
-class LocalMemory:
-    """Where a compiler puts what it cannot keep in registers; addresses begin at 0 in every thread.
-
-    Checked are bounds, alignment, and reads of what was never written.
-    """
-
-    def __init__(self, machine: Any, size: int) -> None:
-        self.machine, self.size = machine, size
-        self.bytes = np.zeros((machine.lanes, size), u8)
-        self.written = np.zeros((machine.lanes, size), bool)
-
-    def find(self, number: int, mask: Any, address: Any, size: int) -> tuple[Any, Any]:
-        """Return the active threads, as a column, and the bytes of each, a row."""
-        m = self.machine
-        lanes, address = m.active(mask, address)
-        address = address.astype(i64)
-        m.refuse(address % size != 0, "misaligned", number, lanes, address, f"local, {size} bytes")
-        m.refuse((address < 0) | (address + size > self.size), "outside local memory", number, lanes, address)
-        return lanes[:, None], np.clip(address, 0, max(self.size - size, 0))[:, None] + np.arange(size)
-
-    def load(self, number: int, mask: Any, address: Any, width: int, count: int) -> list[Any]:
-        lanes, place = self.find(number, mask, address, width * count // 8)
-        unwritten = ~self.written[lanes, place].all(1)
-        self.machine.refuse(unwritten, "local memory read before it is written", number, lanes[:, 0], place[:, 0])
-        values = np.zeros((self.machine.lanes, count), UINT[width])
-        values[lanes[:, 0]] = np.ascontiguousarray(self.bytes[lanes, place]).view(UINT[width])
-        return [np.ascontiguousarray(values[:, i]) for i in range(count)]
-
-    def store(self, number: int, mask: Any, address: Any, width: int, values: list[Any]) -> None:
-        lanes, place = self.find(number, mask, address, width * len(values) // 8)
-        rows = np.stack([self.machine.of_threads(v) for v in values], 1)[lanes[:, 0]]
-        self.bytes[lanes, place] = np.ascontiguousarray(rows.astype(UINT[width])).view(u8)
-        self.written[lanes, place] = True

@@ -2,20 +2,17 @@
 
 Diverged threads go on at the lowest block of instructions that any of them has reached, so they meet where ways meet.
 A barrier lets the threads of a block go on when all that live have come to it. What is wrong is reported with kernel,
-line of PTX and of source, block, thread and address: it ends the run, or is noted and the run goes on.
+line of PTX and of source, block, thread and address, and ends the run.
 """
 
 import time
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from typing import Any
 
 import numpy as np
 
-from tests.compiled.ptx.arithmetic import UINT
-from tests.compiled.ptx.barriers import Barriers
-from tests.compiled.ptx.bulk import Bulk
-from tests.compiled.ptx.counters import Traffic, sectors, wavefronts
-from tests.compiled.ptx.global_memory import Allocation, GlobalMemory, LocalMemory
+from tests.compiled.ptx.arithmetic import UINT, i64, u64
+from tests.compiled.ptx.global_memory import Allocation, GlobalMemory
 from tests.compiled.ptx.program import Program
 from tests.compiled.ptx.shared_memory import BASE, Copies, SharedMemory
 from tests.compiled.ptx.text import WIDTHS, PtxError
@@ -23,7 +20,48 @@ from tests.compiled.ptx.warps import Warps
 from tests.compiled.ptx.wgmma import Wgmma
 
 Grid = tuple[int, int, int]
-Findings = dict[tuple[str, int], list[Any]]  # by kind and line of PTX: the first one's text, and how many
+
+
+@dataclass
+class Traffic:
+    """Between warps and a memory: of one instruction, or of several."""
+
+    requests: int = 0  # of a warp
+    bytes: int = 0  # those that threads asked for; one that several threads of a request want counts once
+    taken: int = 0  # sectors of global memory, wavefronts of shared memory
+    needed: int = 0  # the least that each request's bytes take
+
+    def __add__(self, other: "Traffic") -> "Traffic":
+        return Traffic(*(a + b for a, b in zip(astuple(self), astuple(other), strict=True)))
+
+    @property
+    def ratio(self) -> float:
+        """Of taken to needed: 1 is the best."""
+        return self.taken / self.needed if self.needed else 1.0
+
+
+def sectors(lanes: Any, address: Any, size: int) -> Traffic:
+    """Count the sectors of 32 bytes that the warps ask global memory for; none of an aligned access crosses one."""
+    warps, warp = np.unique(lanes // 32, return_inverse=True)
+    keys = np.unique((warp.astype(u64) << u64(48)) | address.astype(u64))
+    bytes_ = np.bincount((keys >> u64(48)).astype(i64), minlength=len(warps)) * size
+    return Traffic(len(warps), int(bytes_.sum()), len(np.unique(keys >> u64(5))), int((-(-bytes_ // 32)).sum()))
+
+
+def wavefronts(lanes: Any, place: Any, size: int) -> Traffic:
+    """Count the wavefronts that accesses to shared memory take, and how many they would without bank conflicts.
+
+    One serves 32 threads of up to 4 bytes, 16 of 8 or 8 of 16, and takes as many as the most distinct words that one
+    of the 32 banks has to give.
+    """
+    words = max(size // 4, 1)
+    phase = (lanes // (32 // words)).astype(i64)
+    word = (place // 4)[:, None] + np.arange(words)
+    keys = np.unique((phase[:, None] << 40 | word).reshape(-1))
+    banks, counts = np.unique((keys >> 40) * 32 + (keys & 31), return_counts=True)
+    starts = np.flatnonzero(np.diff(banks // 32, prepend=-1))
+    taken = int(np.maximum.reduceat(counts, starts).sum()) if len(keys) else 0
+    return Traffic(len(np.unique(lanes // 32)), len(lanes) * size, taken, len(starts))
 
 
 @dataclass
@@ -33,8 +71,6 @@ class Options:
     races_shared: bool = False  # of warps of a block; and fences
     races_global: bool = False  # of blocks of a launch
     memory_traffic: bool = False  # sectors and bank conflicts
-    note: bool = False  # note what is wrong, and go on; or raise
-    expected: tuple[str, ...] = ()  # beginnings of what is noted in any case
     lanes: int = 4096  # of blocks that run together
     steps: int = 50_000_000  # basic blocks of a launch, against endless loops
 
@@ -46,7 +82,6 @@ class Report:
     name: str
     seconds: float
     traffic: dict[tuple[str, int, str], Traffic]  # by memory, line of PTX and of source; with `memory_traffic`
-    findings: Findings
 
 
 class KernelFault(Exception):
@@ -61,7 +96,6 @@ class Machine:
     ) -> None:
         self.program, self.params, self.grid, self.options = program, params, grid, options
         self.traffic: dict[tuple[str, int], Traffic] = {}  # by memory and number of the instruction
-        self.findings: Findings = {}
         self.threads, self.blocks = program.kernel.threads, len(blocks)
         self.lanes = self.threads * self.blocks
         self.every = np.arange(self.lanes)
@@ -73,11 +107,8 @@ class Machine:
         self.memory = memory
         memory.machine = self
         self.shared = SharedMemory(self, program.shared)
-        self.local = LocalMemory(self, program.kernel.local.size)
         self.warps, self.copies, self.wgmma = Warps(self), Copies(self), Wgmma(self)
-        self.barriers, self.bulk = Barriers(self), Bulk(self)
         self.specials: dict[tuple[str, int], Any] = {}
-        self.looked_at = -1  # what the mbarriers were when all that wait looked last
         self.registers: list[Any] = [None] * len(program.kernel.widths)
 
     # ---- what instructions ask
@@ -105,25 +136,18 @@ class Machine:
         x, y, z = self.grid
         block = self.block_of if self.blocks > 1 else self.block_of[:1]
         of_threads = {
-            "%tid.x": self.thread, "%laneid": self.thread % 32, "%warpid": self.warp_in_block,
-            "%ctaid.x": block % x, "%ctaid.y": block // x % y, "%ctaid.z": block // (x * y),
+            "%tid.x": self.thread, "%ctaid.x": block % x, "%ctaid.y": block // x % y, "%ctaid.z": block // (x * y),
         }  # fmt: skip
-        of_all = {
-            "%tid.y": 0, "%tid.z": 0, "%ntid.x": self.threads, "%ntid.y": 1, "%ntid.z": 1,
-            "%nctaid.x": x, "%nctaid.y": y, "%nctaid.z": z, "%clock": 0, "%globaltimer": 0, "%smid": 0,
-        }  # fmt: skip
+        of_all = {"%nctaid.x": x, "%nctaid.y": y, "%nctaid.z": z}
         if name not in of_threads and name not in of_all:
             raise PtxError(name)
         return of_threads[name] if name in of_threads else np.array([of_all[name]])
 
     def variable(self, name: str, width: int) -> Any:
-        kernel = self.program.kernel
-        if name in kernel.local.offsets:
-            return np.array([kernel.local.offsets[name]], UINT[width])
-        return np.array([BASE + kernel.shared.offsets.get(name, 0)], UINT[width])
+        return np.array([BASE + self.program.kernel.shared.offsets.get(name, 0)], UINT[width])
 
     def refuse(self, bad: Any, kind: str, number: int, lanes: Any, address: Any, detail: str = "") -> None:
-        """Report the accesses that `bad` marks, if any.
+        """Raise KernelFault if `bad` marks an access.
 
         Args:
             lanes: whose accesses they are.
@@ -135,17 +159,11 @@ class Machine:
         ins = self.program.ins[number]
         lane = int(lanes[rows[0]])
         where = int(address[rows[0]] if len(address) > 1 else address[0])
-        text = (
+        raise KernelFault(
             f"{self.program.kernel.name}: {kind}{f' ({detail})' if detail else ''}, PTX line {ins.line} "
             f"[{ins.source}]: {ins.text[:120]}; block {self.block_of[lane]} thread {self.thread[lane]} of {len(rows)}, "
             f"address {where:#x}"
         )
-        if not self.options.note and not kind.startswith(self.options.expected or ("?",)):
-            raise KernelFault(text)
-        self.findings.setdefault((kind, ins.line), [text, 0])[1] += len(rows)
-
-    def trap(self, number: int, mask: Any) -> None:
-        self.refuse([np.any(self.here(mask))], "trap", number, [0], [0])
 
     def count(self, space: str, number: int, lanes: Any, place: Any, size: int) -> None:
         """Count what an access of some threads to global or shared memory takes."""
@@ -160,11 +178,10 @@ class Machine:
         program, R = self.program, self.registers
         self.pending: dict[int, Any] = {0: np.ones(self.lanes, bool)}  # basic block -> who is there
         self.waiting: dict[int, Any] = {}  # at the barrier before that block
-        self.stalled: dict[int, Any] = {}  # who looks at an mbarrier again when nobody else can go on
         self.live = self.pending[0]  # replaced, never changed in place
         everybody = True
         for _ in range(self.options.steps):
-            if not self.pending and not self.look_again():
+            if not self.pending:
                 break
             n = min(self.pending)
             mask = self.pending.pop(n)
@@ -178,7 +195,6 @@ class Machine:
             except Exception as error:
                 program.explain(error)
             everybody &= not self.leave(n, mask, branch)
-            self.stall(n)
         else:
             raise KernelFault(f"{program.kernel.name}: more than {self.options.steps} steps: does it end?")
         if self.waiting:
@@ -186,32 +202,6 @@ class Machine:
             raise KernelFault(f"{program.kernel.name}: threads wait at a barrier that others never reach: {lanes[:4]}")
         if self.wgmma.pending:
             self.refuse([True], "ends with a wgmma that nobody waited for", self.wgmma.pending[0].number, [0], [0])
-        self.barriers.end()
-        self.bulk.end()
-
-    def stall(self, last: int) -> None:
-        """Let those wait who found the phase of an mbarrier not ended, and went back to look again."""
-        failed = self.barriers.take_failed()
-        for n in list(self.pending) if failed is not None else ():
-            if n <= last and (here := self.pending[n] & failed).any():
-                self.stalled[n] = here | self.stalled.get(n, False)
-                if not (self.pending[n] & ~failed).any():
-                    del self.pending[n]
-                else:
-                    self.pending[n] = self.pending[n] & ~failed
-
-    def look_again(self) -> bool:
-        """Send those on who wait for an mbarrier; if nothing has changed since the last time, nothing will."""
-        if not self.stalled:
-            return False
-        self.barriers.deliver()
-        if self.looked_at == self.barriers.version:
-            lanes = np.flatnonzero(np.logical_or.reduce(list(self.stalled.values())))
-            self.refuse([True], "waits for an mbarrier whose phase never ends", self.barriers.looked, lanes, [0])
-            raise KernelFault(f"{self.program.kernel.name}: what was noted before keeps it from going on")
-        self.looked_at = self.barriers.version
-        self.pending, self.stalled = self.stalled, {}
-        return True
 
     def add(self, n: int, mask: Any) -> None:
         self.pending[n] = mask if n not in self.pending else self.pending[n] | mask
@@ -249,7 +239,6 @@ class Machine:
             if not free.any():
                 continue
             self.epochs = self.epochs + free
-            self.barriers.meet(free)
             lanes = np.repeat(free, self.threads)
             for to in here:
                 going, rest = self.waiting[to] & lanes, self.waiting[to] & ~lanes
@@ -268,11 +257,11 @@ def launch(program: Program, grid: Grid, values: list[int], allocations: list[Al
     `options.lanes` threads, which costs numpy as much as one.
 
     Raises:
-        KernelFault: the kernel did what it must not, unless that is to be noted.
+        KernelFault: the kernel did what it must not.
         PtxError: it needs what is not there.
     """
     start = time.perf_counter()
-    report = Report(program.kernel.name, 0.0, {}, {})
+    report = Report(program.kernel.name, 0.0, {})
     params = [np.array([v], UINT[WIDTHS[t]]) for (t, _), v in zip(program.kernel.params, values, strict=True)]
     total = grid[0] * grid[1] * grid[2]
     together = 1 if program.uses_wgmma else max(1, options.lanes // program.kernel.threads)
@@ -285,7 +274,5 @@ def launch(program: Program, grid: Grid, values: list[int], allocations: list[Al
             for (space, number), found in machine.traffic.items():
                 place = space, program.ins[number].line, program.ins[number].source
                 report.traffic[place] = report.traffic.get(place, Traffic()) + found
-            for key, (text, count) in machine.findings.items():
-                report.findings.setdefault(key, [text, 0])[1] += count
     report.seconds = time.perf_counter() - start
     return report

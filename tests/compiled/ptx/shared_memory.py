@@ -1,8 +1,8 @@
 """Shared memory of all blocks that run together, the checks of each access to it, and cp.async.
 
-Each byte has a state: unwritten, written, awaiting an asynchronous copy, or part of an mbarrier; and which warps have
-not seen that a bulk copy to it ended. With `races_shared` it has more: which warp wrote and read it since which
-barrier, how many wgmma and bulk stores under way read it, and whether it was written since the last fence.proxy.async.
+Each byte has a state: unwritten, written, or awaiting an asynchronous copy. With `races_shared` it has more: which warp
+wrote and read it since which barrier, how many wgmma under way read it, and whether it was written since the last
+fence.proxy.async.
 Nothing is found by luck: warps run in step, and a race is found by who did what between barriers.
 """
 
@@ -11,15 +11,12 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from tests.compiled.ptx.arithmetic import UINT, i64, u8
-from tests.compiled.ptx.global_memory import ONES, atomic
+from tests.compiled.ptx.global_memory import ONES
 
 BASE = 1024  # where a block's shared memory begins: the system takes the first KiB on sm_90
-UNWRITTEN, WRITTEN, AWAITED, HELD = 0, 1, 2, 4  # states of a byte: HELD by an mbarrier
+WRITTEN, AWAITED = 1, 2  # states of a byte; 0: unwritten
 _SEVERAL = 64  # added to a warp's number: several warps
 _EPOCH = 128  # epochs of barriers count in units of this, above the warp
-
-
-NOT_WAITED = "shared memory read by a warp that has not waited for the copy to it"
 
 
 class SharedMemory:
@@ -37,7 +34,6 @@ class SharedMemory:
             self.read = np.full(len(self.bytes), -1, np.int64)
             self.reading = np.zeros_like(self.bytes)  # how many asynchronous operations under way read it
             self.generic = np.zeros_like(self.bytes)  # 1: written since the last fence.proxy.async
-        self.unseen: Any = None  # bits of warps; made with the first bulk copy
         self.views: dict[Any, Any] = {}
 
     def view(self, name: str, total: int, width: int) -> Any:
@@ -72,16 +68,9 @@ class SharedMemory:
         state = self.view("state", total, width)[index]
         bad = (state != ONES[width]).any(1)
         if bad.any():
-            states = state[bad].view(u8)
-            what = (
-                "while a copy to it is under way" if (states == AWAITED).any()
-                else "where an mbarrier is" if (states == HELD).any() else "before it is written"
-            )  # fmt: skip
+            copied = (state[bad].view(u8) == AWAITED).any()
+            what = "while a copy to it is under way" if copied else "before it is written"
             self.refuse(bad, f"shared memory read {what}", number, lanes, index, total // 8, f"{total // 8} bytes")
-        if self.unseen is not None:
-            warps = self.machine.warp_in_block[lanes]
-            bad = (self.unseen.reshape(-1, total // 8)[index] >> warps[:, None] & 1).any(1)
-            self.refuse(bad, NOT_WAITED, number, lanes, index, total // 8)
 
     def refuse(self, bad: Any, kind: str, number: int, lanes: Any, index: Any, size: int, detail: str = "") -> None:
         self.machine.refuse(bad, kind, number, lanes, self.address(index, size), detail)
@@ -121,33 +110,22 @@ class SharedMemory:
         if self.races:
             there = m.here(mask).reshape(m.blocks, -1).any(1)
             self.generic.reshape(m.blocks, self.stride)[there] = 0
-            m.barriers.fence(there)
 
     def check_overwrite(self, number: int, lanes: Any, index: Any, total: int) -> None:
         """Nobody may write what a wgmma under way reads."""
-        if self.machine.wgmma.pending or self.machine.bulk.stores:
+        if self.machine.wgmma.pending:
             bad = self.view("reading", total, 8)[index].any(1)
-            reader = "wgmma" if self.machine.wgmma.pending else "bulk store"
-            what = f"shared memory written that a {reader} under way reads"
+            what = "shared memory written that a wgmma under way reads"
             self.refuse(bad, what, number, lanes, index, total // 8)
-
-    def check_fenced(self, number: int, lanes: Any, index: Any, size: int) -> None:
-        """What ordinary stores wrote, the async proxy neither reads nor overwrites without a fence between."""
-        if self.races:
-            unfenced = self.view("generic", size * 8, 8)[index].any(1)
-            self.refuse(unfenced, "no fence.proxy.async since shared memory was written", number, lanes, index, size)
 
     def mark(self, index: Any, total: int, state: int) -> None:
         width = min(total, 64)
         self.view("state", total, width)[index] = ONES[width] * UINT[width](state)
 
     def busy(self, number: int, lanes: Any, index: Any, total: int, what: str) -> None:
-        """Nobody touches bytes that a copy is under way to, or an mbarrier."""
-        state = self.view("state", total, 8)[index]
-        if (state > WRITTEN).any():
-            copy = what + " while a copy to it is under way"
-            self.refuse((state == AWAITED).any(1), copy, number, lanes, index, total // 8)
-            self.refuse((state == HELD).any(1), what + " where an mbarrier is", number, lanes, index, total // 8)
+        """Refuse to touch bytes that a copy is under way to."""
+        awaited = (self.view("state", total, 8)[index] == AWAITED).any(1)
+        self.refuse(awaited, what + " while a copy to it is under way", number, lanes, index, total // 8)
 
     def put(self, number: int, lanes: Any, index: Any, total: int, values: Any, copied: bool = False) -> None:
         """Write rows of values; the one place where bytes and their state change."""
@@ -183,16 +161,6 @@ class SharedMemory:
         for i, v in enumerate(values):
             rows[:, i] = m.of_threads(v)[lanes]
         self.put(number, lanes, index, total, rows)
-
-    def atomic(self, number: int, mask: Any, address: Any, kind: str, operation: str, *operands: Any) -> list[Any]:
-        width, m = operands[0][0].itemsize * 8, self.machine
-        lanes, address = m.active(mask, address)
-        index = self.find(number, lanes, address, width)
-        self.check_read(number, lanes, index, width)
-        result = np.zeros(m.lanes, UINT[width])
-        given = [m.of_threads(x[0])[lanes] for x in operands]
-        result[lanes] = atomic(kind, operation, self.view("bytes", width, width)[:, 0], index, *given)
-        return [result]
 
 
 class Copy(NamedTuple):
@@ -251,13 +219,11 @@ class Copies:
         self.group = self.group + self.machine.here(mask)
 
     def wait(self, mask: Any, allowed: int) -> None:
-        """Let arrive what the threads have asked for, but for the last `allowed` groups; -1: all, committed or not."""
+        """Let arrive what the threads have asked for and committed, but for the last `allowed` groups."""
         m = self.machine
         pending, self.pending = self.pending, []
         for copy in pending:
-            done = m.here(mask)[copy.lanes]
-            if allowed >= 0:
-                done = done & (copy.group < self.group[copy.lanes] - allowed)
+            done = m.here(mask)[copy.lanes] & (copy.group < self.group[copy.lanes] - allowed)
             if not done.all():
                 self.pending.append(copy.part(~done))
             if done.any():

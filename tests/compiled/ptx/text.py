@@ -33,11 +33,6 @@ class Mem(NamedTuple):
     offset: int
 
 
-class Tile(NamedTuple):
-    map: Mem  # of a tensor
-    at: Vec  # coordinates, the innermost first
-
-
 class Sym(NamedTuple):
     name: str  # a label, a variable or a special register
 
@@ -70,7 +65,7 @@ class Block:
 
 @dataclass
 class Variables:
-    """Static variables of a memory: their offsets, and how many bytes there are."""
+    """Static variables of shared memory: their offsets, and how many bytes there are."""
 
     offsets: dict[str, int] = field(default_factory=dict)
     size: int = 0
@@ -90,7 +85,6 @@ class Kernel:
     labels: dict[str, int]  # block numbers
     threads: int
     shared: Variables
-    local: Variables  # of a thread
 
 
 class PtxError(Exception):
@@ -99,8 +93,8 @@ class PtxError(Exception):
 
 _LABEL = re.compile(r"([$A-Za-z_][\w$.]*):")
 _NUMBER = re.compile(r"[-+]?(0[xX][0-9a-fA-F]+|\d+)U?$")
-_VARIABLE = re.compile(r"\.(shared|local)\s+\.align\s+(\d+)\s+\.b8\s+([\w$]+)\[(\d+)\]")
-_TERMINATORS = {"bra", "ret", "exit"}
+_VARIABLE = re.compile(r"\.shared\s+\.align\s+(\d+)\s+\.b8\s+([\w$]+)\[(\d+)\]")
+_TERMINATORS = {"bra", "ret"}
 
 
 def _statements(body: str, first_line: int) -> Iterator[tuple[int, str, str]]:
@@ -150,7 +144,6 @@ class _Reader:
         self.opened = 0
         self.ins: list[Ins] = []
         self.labels: dict[str, int] = {}
-        self.local = Variables()
 
     def statement(self, line: int, text: str, source: str) -> None:
         if text == "{":
@@ -166,8 +159,6 @@ class _Reader:
             self.labels[label] = len(self.ins)
         elif text.startswith(".reg"):
             self.declare(text)
-        elif (match := _VARIABLE.fullmatch(text)) and match[1] == "local":
-            self.local.add(match[3], int(match[2]), int(match[4]))
         elif text.startswith("."):
             if not text.startswith(".pragma"):
                 raise PtxError(f"line {line}: {text}")
@@ -207,8 +198,6 @@ class _Reader:
         if text.startswith("{"):
             return Vec(tuple(self.operand(x) for x in _operands(text[1:-1])))
         if text.startswith("["):
-            if len(parts := _operands(text[1:-1])) == 2:
-                return Tile(self.operand(f"[{parts[0]}]"), self.operand(parts[1]))
             base, _, offset = text[1:-1].replace(" ", "").partition("+")
             if not offset and (match := re.fullmatch(r"(.+?)(-\d+)", base)):
                 base, offset = match[1], match[2]
@@ -240,8 +229,8 @@ def _closing(text: str, opening: int) -> int:
 
 
 def _parameter(words: list[str]) -> tuple[str, str]:
-    """Type and name. Of some bytes, such as a tensor map, the launch gives the address."""
-    return ("u64", words[-1].split("[")[0]) if "[" in words[-1] else (words[1][1:], words[-1])
+    """Type and name."""
+    return words[1][1:], words[-1]
 
 
 def read(text: str, name: str | None = None) -> Kernel:
@@ -254,9 +243,8 @@ def read(text: str, name: str | None = None) -> Kernel:
     params = [_parameter(words.split()) for words in text[entry.end() : close].split(",") if words.strip()]
     threads = re.search(r"\.(?:reqntid|maxntid)\s+(\d+)", text[close + 1 : opening])
     shared = Variables()
-    for kind, alignment, variable, size in _VARIABLE.findall(text):
-        if kind == "shared":
-            shared.add(variable, int(alignment), int(size))
+    for alignment, variable, size in _VARIABLE.findall(text):
+        shared.add(variable, int(alignment), int(size))
     reader = _Reader()
     for line, statement, source in _statements(
         text[opening + 1 : _closing(text, opening)], text.count("\n", 0, opening) + 1
@@ -264,9 +252,7 @@ def read(text: str, name: str | None = None) -> Kernel:
         reader.statement(line, statement, source)
     blocks, labels = _cut(reader.ins, reader.labels)
     per_block = int(threads[1]) if threads else 32
-    return Kernel(
-        name or entry[1], params, reader.widths, reader.names, blocks, labels, per_block, shared, reader.local
-    )
+    return Kernel(name or entry[1], params, reader.widths, reader.names, blocks, labels, per_block, shared)
 
 
 def _cut(ins: list[Ins], labels: dict[str, int]) -> tuple[list[Block], dict[str, int]]:

@@ -1,4 +1,4 @@
-"""Instructions of whole warps: shuffles, votes, and matrices with their layouts of elements over threads.
+"""Instructions of whole warps: shuffles, reductions, and matrices with their layouts of elements over threads.
 
 Products of fp16, bf16 and tf32 are exact in fp32; they are added up in fp32, one k after the other, where a tensor core
 has its own order and truncates.
@@ -8,12 +8,11 @@ from typing import Any
 
 import numpy as np
 
-from tests.compiled.ptx.arithmetic import bf16_to_f32, f16_to_f32, f32_to_f16, i64, u16, u32
+from tests.compiled.ptx.arithmetic import bf16_to_f32, f16_to_f32, i64, u16, u32
 
 _LANE = np.arange(32)
 ROW, COLUMN = _LANE >> 2, _LANE & 3  # of an accumulator's first element; columns in pairs
 _REDUCTIONS = {"add": np.add, "min": np.minimum, "max": np.maximum}
-_REDUCTIONS |= {"and": np.bitwise_and, "or": np.bitwise_or, "xor": np.bitwise_xor}
 
 
 class Warps:
@@ -50,21 +49,10 @@ class Warps:
         source = np.where(valid, source, _LANE)
         return np.take_along_axis(a, source, 1).reshape(-1), valid.reshape(-1)
 
-    def ballot(self, number: int, mask: Any, predicate: Any) -> tuple[Any, ...]:
-        """What of a warp says yes, and which threads take part."""
-        here = self.rows(True if mask is None else mask)
-        weights = u32(1) << _LANE.astype(u32)
-        yes = (self.rows(predicate) & here) @ weights
-        return tuple(np.repeat(x.astype(u32), 32) for x in (yes, here @ weights))
-
     def redux(self, number: int, mask: Any, operation: str, a: Any) -> Any:
         self.require_whole(number, mask)
         a = self.rows(a)
         return np.repeat(_REDUCTIONS[operation].reduce(a, 1, dtype=a.dtype), 32)
-
-    def elect(self, number: int, mask: Any) -> tuple[Any, Any]:
-        self.require_whole(number, mask)
-        return np.zeros(self.machine.lanes, u32), np.tile(_LANE == 0, self.machine.lanes // 32)
 
     # ---- matrices
 
@@ -105,13 +93,10 @@ class Warps:
         """kinds: of D, A, B, C."""
         self.require_whole(number, mask)
         k = int(shape.rpartition("k")[2])
-        if not shape.startswith("m16n8") or kinds[1] not in ("f16", "bf16", "tf32"):
+        if not shape.startswith("m16n8") or kinds[1] not in ("f16", "bf16", "tf32") or kinds[3] != "f32":
             raise NotImplementedError(f"mma {shape} {kinds}")
         left, right = fragments(self.registers(a), kinds[1], 16, k), fragments(self.registers(b), kinds[2], 8, k)
         product = np.matmul(left, right.transpose(0, 2, 1)).reshape(-1, 2, 32, 2)  # warp, upper or lower, lane, column
-        if kinds[3] == "f16":
-            sums = numbers(self.registers(c), "f16")
-            return [f32_to_f16(product[:, r] + sums[:, r]).view(u32).reshape(-1) for r in range(2)]
         sums = self.registers(c).view(np.float32)
         return [(product[:, r >> 1, :, r & 1] + sums[:, r]).view(u32).reshape(-1) for r in range(4)]
 

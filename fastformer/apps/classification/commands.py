@@ -1,4 +1,4 @@
-"""`fastformer train classify | classify`, and `evaluate`, `plot` and `serve` for classification runs."""
+"""`fastformer train classify | classify`, and `evaluate` and `plot` for classification runs."""
 
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -28,7 +28,6 @@ from fastformer.apps.cli.console import (
 )
 from fastformer.apps.cli.options import USE, whole_number
 from fastformer.apps.cli.training import add_training
-from fastformer.apps.settings import Settings
 
 RUN = Path("runs") / APPLICATION.kind
 
@@ -83,19 +82,3 @@ def attention_of(run: Path, checkpoint: str, device: str, text: str) -> tuple[Ca
     """Return the function that draws the attention maps of a text, and its label as a line."""
     classifier = load_classifier(run, checkpoint, device)
     return classifier.attend(text).figure, f"{classifier.classify([text])[0]}\n"
-
-
-class NoSettings(Settings):
-    """The settings of a request for a label: none."""
-
-
-def serve_run(run: Path, checkpoint: str, device: str) -> tuple[str, type[Settings], Callable[[str, Any], Any]]:
-    """Return what `fastformer serve` needs: an endpoint, its settings, and the function from a text to its answer."""
-    classifier = load_classifier(run, checkpoint, device)
-
-    def classify(text: str, options: NoSettings) -> dict[str, Any]:
-        [probabilities] = classifier.probabilities([text])
-        ranked = sorted(zip(classifier.labels, probabilities.tolist(), strict=True), key=lambda pair: -pair[1])
-        return {"labels": [{"label": label, "probability": round(p, 4)} for label, p in ranked]}
-
-    return "classify", NoSettings, classify

@@ -14,7 +14,7 @@ import typer
 
 import fastformer
 from fastformer.apps.cli.console import MAIN_RUN, Checkpoint, Device, RunFolder, app, choose_device, console
-from fastformer.apps.cli.options import SHARE, USE, flag, with_settings
+from fastformer.apps.cli.options import SHARE, USE, flag, whole_number, with_settings
 from fastformer.apps.export import export_ctranslate2, export_safetensors
 from fastformer.apps.runs.folder import read_kind
 from fastformer.apps.runs.kinds import application_of
@@ -67,8 +67,8 @@ def evaluate(
         typer.Option(help="file of source sentences, of text, or of labelled text, instead of --split"),
     ] = None,
     target: Annotated[
-        Path | None,
-        typer.Option(help="file of reference translations of --source", rich_help_panel=_TRANSLATION),
+        list[Path] | None,
+        typer.Option(help="file of reference translations of --source; may be repeated", rich_help_panel=_TRANSLATION),
     ] = None,
     output: Annotated[Path | None, typer.Option(help="file for the translations", rich_help_panel=_TRANSLATION)] = None,
     lowercase: Annotated[
@@ -78,22 +78,27 @@ def evaluate(
         str | None,
         typer.Option(help=f"for BLEU: {', '.join(BLEU_TOKENIZERS)}; default: the run's", rich_help_panel=_TRANSLATION),
     ] = None,
+    bootstrap: Annotated[
+        int | None, whole_number("resamples of the sentences for 95 % intervals, such as 1000", _TRANSLATION)
+    ] = None,
     *,
     search: dict[str, Any],
 ) -> None:
     """Print the scores of a run's model on its test data or on a file, and what was compared or counted.
 
-    Translation: sacreBLEU and chrF with their signatures, after a search. Language models: the perplexity.
+    Translation: sacreBLEU, chrF and TER with their signatures, after a search. Language models: the perplexity.
     Classifiers: accuracy, macro-F1, and precision, recall and F1 of each label, of many labels the most frequent.
     """
     if split is not None and source is not None:
         raise ValueError("give --split or --source, not both")
     check_value("split", split, str | None, choices=("test", "valid"))
+    check_value("bootstrap", bootstrap, int | None, at_least=2)
     options = {
-        "target": target,
+        "target": target or None,
         "output": output,
         "lowercase": lowercase,
         "bleu_tokenizer": bleu_tokenizer,
+        "bootstrap": bootstrap,
         "search": search,
     }
     evaluate_run = application_function(run, "evaluate_run", options)

@@ -8,7 +8,6 @@ from typing import Annotated
 
 import typer
 
-from fastformer.apps.cli.commands import application_function
 from fastformer.apps.cli.console import Checkpoint, Device, RunFolder, app, choose_device, console
 from fastformer.apps.cli.options import USE, whole_number
 from fastformer.settings import check_value
@@ -26,26 +25,26 @@ def serve(
     try:
         import uvicorn
 
-        from fastformer.apps.serve.api import application
+        from fastformer.apps.serve.api import Api
+        from fastformer.apps.serve.served_model import served_model
     except ModuleNotFoundError as error:
         if error.name not in ("starlette", "uvicorn"):
             raise
         raise ImportError(f"serving needs {error.name}: pip install 'fastformer[serve]'") from None
     check_value("port", port, int, at_least=0, at_most=65_535)
     with listen(host, port) as listener:
-        serve_run = application_function(run, "serve_run", {})
-        action, settings, compute = serve_run(run, checkpoint, choose_device(device))
-        served = application(Path(run).resolve().name, action, settings, compute, host)
+        model = served_model(run, checkpoint, choose_device(device))
+        application = Api(model, Path(run).resolve().name).application(host)
         address = listener.getsockname()
         shown = f"[{address[0]}]" if ":" in address[0] else address[0]
         console.print(f"Serving {run} at http://{shown}:{address[1]} (Ctrl-C ends)")
         console.file.flush()  # into a pipe, too
         logging.getLogger("uvicorn").setLevel(logging.WARNING)
         config = uvicorn.Config(
-            served,
+            application,
             log_config=None,
             access_log=False,
-            lifespan="off",
+            lifespan="on",
             timeout_graceful_shutdown=5,
             timeout_keep_alive=75,
         )

@@ -1,4 +1,4 @@
-"""`fastformer train lm | generate`, and `evaluate`, `plot` and `serve` for language-model runs."""
+"""`fastformer train lm | generate`, and `evaluate` and `plot` for language-model runs."""
 
 import itertools
 from collections.abc import Callable
@@ -23,7 +23,6 @@ from fastformer.apps.cli.training import add_training
 from fastformer.apps.language.run import APPLICATION, LanguageRun, evaluate_text, load_generator
 from fastformer.apps.language.sampling import SamplingOptions
 from fastformer.apps.language.text_generator import attend_text
-from fastformer.apps.settings import Settings
 from fastformer.apps.text.files import checked_lines
 from fastformer.nn import pack_weights
 
@@ -77,10 +76,3 @@ def evaluate_run(run: Path, checkpoint: str, device: str, texts: Any) -> None:
 def attention_of(run: Path, checkpoint: str, device: str, text: str) -> tuple[Callable[..., Any], str]:
     """Return the function that draws the attention maps of a text, and nothing to print."""
     return attend_text(load_generator(run, checkpoint, device), text).figure, ""
-
-
-def serve_run(run: Path, checkpoint: str, device: str) -> tuple[str, type[Settings], Callable[[str, Any], Any]]:
-    """Return what `fastformer serve` needs: an endpoint, its settings, and the function from a prompt to its answer."""
-    generator = load_generator(run, checkpoint, device)
-    pack_weights(generator.model)
-    return "generate", SamplingOptions, lambda prompt, options: {"text": generator.generate([prompt], options)[0]}

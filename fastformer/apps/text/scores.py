@@ -1,4 +1,4 @@
-"""Scores of translations: sacreBLEU, chrF and exact match, computed on detokenised text only.
+"""Scores of translations: sacreBLEU, chrF, TER and exact match, computed on detokenised text only.
 
 BLEU counts words, whose boundaries differ by language. Scores can be compared only if their signatures are equal (Post
 2018, "A call for clarity in reporting BLEU scores").
@@ -7,19 +7,19 @@ BLEU counts words, whose boundaries differ by language. Scores can be compared o
 import logging
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from fastformer.settings import check_value
 
 # Tokenizers of sacrebleu that need no download.
 BLEU_TOKENIZERS = ("13a", "intl", "zh", "ja-mecab", "ko-mecab", "char", "none")
-# By the first part of a language's name, in ISO 639-1 and 639-3; `char` where sacrebleu has no tokenizer of words.
+# By the first part of a language's name, in ISO 639-1 and 639-3.
 _BY_LANGUAGE = {
-    **dict.fromkeys(("zh", "zho", "cmn", "yue"), "zh"),
-    **dict.fromkeys(("ja", "jpn"), "ja-mecab"),
-    **dict.fromkeys(("ko", "kor"), "ko-mecab"),
-    **dict.fromkeys(("th", "tha", "lo", "lao", "km", "khm", "my", "mya", "bo", "bod"), "char"),
+    "zh": ("zh", "zho", "cmn", "yue"),
+    "ja-mecab": ("ja", "jpn"),
+    "ko-mecab": ("ko", "kor"),
+    "char": ("th", "tha", "lo", "lao", "km", "khm", "my", "mya", "bo", "bod"),
 }
 _NEEDS_SPACES = ("13a", "intl", "none")
 _LETTER = re.compile(r"[^\W\d_]")
@@ -33,35 +33,46 @@ logger = logging.getLogger("fastformer")
 
 @dataclass(frozen=True)
 class Scores:
-    """BLEU and chrF from 0 to 100, each with sacrebleu's signature.
+    """BLEU, chrF and TER from 0 to 100 (TER: above, too, and lower is better), each with its signature.
+
+    Scores with equal signatures of sacrebleu can be compared.
 
     Attributes:
-        exact: share of sentences that equal the reference, 0 to 1.
+        exact: share of sentences that equal a reference, 0 to 1.
         sentences: number of sentences.
+        intervals: half of the 95 % interval of "bleu", "chrf" and "ter", with bootstrap resampling.
     """
 
     bleu: float
     chrf: float
+    ter: float
     exact: float
     sentences: int
     bleu_signature: str
     chrf_signature: str
+    ter_signature: str
+    intervals: Mapping[str, float] = field(default_factory=dict)
 
     def __str__(self) -> str:
-        return (
-            f"BLEU {self.bleu:.2f} ({self.bleu_signature})\nchrF {self.chrf:.2f} ({self.chrf_signature})\n"
-            f"exact {100 * self.exact:.1f} % of {self.sentences:,} sentences"
-        )
+        lines = []
+        for name, title in (("bleu", "BLEU"), ("chrf", "chrF"), ("ter", "TER")):
+            interval = f" ± {self.intervals[name]:.2f}" if name in self.intervals else ""
+            lines.append(f"{title} {getattr(self, name):.2f}{interval} ({getattr(self, f'{name}_signature')})")
+        return "\n".join([*lines, f"exact {100 * self.exact:.1f} % of {self.sentences:,} sentences"])
 
 
 def bleu_tokenizer(language: str) -> str:
-    """Return the name of sacrebleu's tokenizer for a target language such as `de`, `zh-CN` or `jpn_Jpan`."""
-    return _BY_LANGUAGE.get(re.split("[-_]", language.lower())[0], "13a")
+    """Return the name of sacrebleu's tokenizer for a target language such as `de`, `zh-CN` or `jpn_Jpan`.
+
+    `char` is for languages without spaces for which sacrebleu has no tokenizer of words.
+    """
+    code = re.split("[-_]", language.lower())[0]
+    return next((name for name, codes in _BY_LANGUAGE.items() if code in codes), "13a")
 
 
 def check_bleu_tokenizer(tokenizer: str) -> None:
     """Raise ValueError for an unknown BLEU tokenizer, and ImportError if a package that it needs is not installed."""
-    _metrics(tokenizer)
+    _bleu(tokenizer)
 
 
 def warn_without_spaces(tokenizer: str, references: Sequence[str]) -> None:
@@ -77,27 +88,57 @@ def warn_without_spaces(tokenizer: str, references: Sequence[str]) -> None:
 
 
 def score_translations(
-    translations: Sequence[str], references: Sequence[str], lowercase: bool = False, tokenizer: str = "13a"
+    translations: Sequence[str],
+    references: Sequence[str],
+    lowercase: bool = False,
+    tokenizer: str = "13a",
+    *,
+    more_references: Sequence[Sequence[str]] = (),
+    bootstrap: int = 0,
 ) -> Scores:
-    """Score detokenised translations, each against its reference.
+    """Score detokenised translations against one or several references each.
 
     Args:
         translations: one for each sentence.
         references: one for each sentence.
         lowercase: compare lower-cased text.
         tokenizer: sacrebleu's, for BLEU: one of `BLEU_TOKENIZERS`; see `bleu_tokenizer`.
+        more_references: further references, each list with one for each sentence.
+        bootstrap: resamples of the sentences for 95 % intervals (Koehn 2004); 0: no intervals.
 
     Raises:
         ValueError: the numbers of sentences differ, there is none, or there is no such tokenizer.
         ImportError: sacrebleu is not installed (it comes with the extra `apps`), or a package that the tokenizer needs.
     """
-    _check_counts([translations], references)
+    lists = _checked([translations], [references, *more_references])
     metrics = _metrics(tokenizer, lowercase)
+    for metric in metrics.values():
+        _return_floats(metric)
     warn_without_spaces(tokenizer, references)
-    bleu, chrf = (metric.corpus_score(list(translations), [list(references)]).score for metric in metrics.values())
-    exact = sum(a == b for a, b in zip(translations, references, strict=True)) / len(references)
-    signatures = (str(metric.get_signature()) for metric in metrics.values())
-    return Scores(bleu, chrf, exact, len(references), *signatures)
+    scores = {
+        name: metric.corpus_score(list(translations), lists, n_bootstrap=max(bootstrap, 1))
+        for name, metric in metrics.items()
+    }
+    same = sum(translation in each for translation, *each in zip(translations, *lists, strict=True))
+    return Scores(
+        **{name: score.score for name, score in scores.items()},
+        exact=same / len(references),
+        sentences=len(references),
+        **{f"{name}_signature": str(metric.get_signature()) for name, metric in metrics.items()},  # type: ignore[arg-type]
+        intervals={name: float(score._ci) for name, score in scores.items()} if bootstrap else {},
+    )
+
+
+def _return_floats(metric: Any) -> None:
+    """Make a metric return Python floats: sacrebleu's bootstrap cannot average them with NumPy's, which it mixes."""
+    compute = metric._compute_score_from_stats
+
+    def compute_float(stats: Any) -> Any:
+        score = compute(stats)
+        score.score = float(score.score)
+        return score
+
+    metric._compute_score_from_stats = compute_float
 
 
 @dataclass(frozen=True)
@@ -119,18 +160,21 @@ def compare_translations(
     """Compare systems with the first one by paired bootstrap resampling (Koehn 2004), as sacrebleu does.
 
     Args:
-        systems: name -> translations, one for each sentence; at least two systems.
+        systems: name -> translations, one for each sentence.
         references, tokenizer: as in `score_translations`.
         bootstrap: number of resamples.
 
-    Returns BLEU and chrF of each system; the first one has no p-value. Raises the errors of `score_translations`.
+    Returns BLEU, chrF and TER of each system; the first one has no p-value. Raises ``ValueError`` for fewer than two
+    systems, and the errors of `score_translations`.
     """
     from sacrebleu.significance import PairedTest
 
-    _check_counts(list(systems.values()), references)
+    if len(systems) < 2:
+        raise ValueError(f"systems must be at least two, not {len(systems)}")
+    lists = _checked(list(systems.values()), [references])
+    metrics = _metrics(tokenizer, references=lists)
     pairs = [(name, list(translations)) for name, translations in systems.items()]
-    test = PairedTest(pairs, _metrics(tokenizer), [list(references)], test_type="bs", n_samples=bootstrap)
-    _, results = test()
+    _, results = PairedTest(pairs, metrics, references=None, test_type="bs", n_samples=bootstrap)()
     scores = []
     for metric in [name for name in results if name != "System"]:
         first = results[metric][0].score
@@ -141,20 +185,32 @@ def compare_translations(
     return scores
 
 
-def _check_counts(systems: Sequence[Sequence[str]], references: Sequence[str]) -> None:
-    for translations in systems:
-        if len(translations) != len(references):
-            raise ValueError(f"{len(translations)} translations and {len(references)} references")
-    if not references:
+def _checked(systems: Sequence[Sequence[str]], references: Sequence[Sequence[str]]) -> list[list[str]]:
+    """Return the references as lists; raise ValueError if numbers of sentences differ or are 0."""
+    for each in (*systems, *references[1:]):
+        if len(each) != len(references[0]):
+            raise ValueError(f"{len(each)} translations and {len(references[0])} references")
+    if not references[0]:
         raise ValueError("there is nothing to score")
+    return [list(each) for each in references]
 
 
-def _metrics(tokenizer: str, lowercase: bool = False) -> dict[str, Any]:
-    from sacrebleu.metrics import BLEU, CHRF
+def _metrics(tokenizer: str, lowercase: bool = False, references: list[list[str]] | None = None) -> dict[str, Any]:
+    from sacrebleu.metrics import CHRF, TER
+
+    return {
+        "bleu": _bleu(tokenizer, lowercase, references),
+        "chrf": CHRF(lowercase=lowercase, references=references),
+        "ter": TER(references=references),  # lower-cased, as in tercom
+    }
+
+
+def _bleu(tokenizer: str, lowercase: bool = False, references: list[list[str]] | None = None) -> Any:
+    from sacrebleu.metrics import BLEU
 
     check_value("bleu_tokenizer", tokenizer, str, choices=BLEU_TOKENIZERS)
     try:
-        return {"bleu": BLEU(lowercase=lowercase, tokenize=tokenizer), "chrf": CHRF(lowercase=lowercase)}
+        return BLEU(lowercase=lowercase, tokenize=tokenizer, references=references)
     except RuntimeError:  # MeCab or its dictionary is missing
         extra = tokenizer.partition("-")[0]
         raise ImportError(

@@ -1,4 +1,4 @@
-"""`fastformer demo | train | translate | score`, and `evaluate`, `plot` and `serve` for translation runs."""
+"""`fastformer demo | train | translate | score`, and `evaluate` and `plot` for translation runs."""
 
 import functools
 import math
@@ -24,7 +24,6 @@ from fastformer.apps.cli.console import (
 )
 from fastformer.apps.cli.options import START, USE, make_settings, whole_number, with_settings
 from fastformer.apps.cli.training import add_training
-from fastformer.apps.settings import Settings
 from fastformer.apps.text import read_lines, read_parallel
 from fastformer.apps.text.scores import PairedScore, check_bleu_tokenizer, compare_translations
 from fastformer.apps.translation.run import (
@@ -115,25 +114,35 @@ def evaluate_run(
     device: str,
     texts: Any,
     *,
-    target: Path | None = None,
+    target: list[Path] | None = None,
     output: Path | None = None,
     lowercase: bool = False,
     bleu_tokenizer: str | None = None,
+    bootstrap: int | None = None,
     search: dict[str, Any],
 ) -> None:
-    """Print BLEU and chrF on the run's test or validation pairs, or on a source file and its references."""
+    """Print BLEU, chrF and TER on the run's test or validation pairs, or on a source file and its references."""
     source = texts if isinstance(texts, Path) else None
     options = make_settings(SearchOptions, search)
     data = DataConfig(**APPLICATION.read_config(run)["data"])
     tokenizer = bleu_tokenizer or data.tokenizer_for_bleu
     check_bleu_tokenizer(tokenizer)
-    check_output(output, source, target, *data.files(), run=run)
-    if (source is None) != (target is None):
+    check_output(output, source, *(target or ()), *data.files(), run=run)
+    if (source is None) != (not target):
         raise ValueError("--source and --target must be given together")
-    corpus = read_parallel(source, target) if source and target else read_corpora(data)[texts]
+    corpus = read_parallel(source, target[0]) if source and target else read_corpora(data)[texts]
+    more = [[line.strip() for line in read_lines(path)] for path in (target or ())[1:]]
+    for path, lines in zip((target or ())[1:], more, strict=True):
+        if len(lines) != len(corpus):
+            raise ValueError(
+                f"{path} has {len(lines):,} lines for {len(corpus):,} pairs; several references need files of equal "
+                "length without empty lines"
+            )
     translator = load_translator(run, checkpoint, device)
     pack_weights(translator.model)
-    scores, translations = evaluate(translator, corpus, options, lowercase, tokenizer)
+    scores, translations = evaluate(
+        translator, corpus, options, lowercase, tokenizer, more_references=more, bootstrap=bootstrap or 0
+    )
     if output is not None:
         put_lines(translations, output)
     console.print(f"{corpus}; beam {options.beam}, length penalty {options.length_penalty}")
@@ -161,15 +170,3 @@ def attention_of(
     attention = attend(load_translator(run, checkpoint, device), source, target)
     draw = functools.partial(attention.figure, kind or "cross")  # type: ignore[arg-type]
     return draw, f"{attention.source} -> {attention.target}\n"
-
-
-def serve_run(run: Path, checkpoint: str, device: str) -> tuple[str, type[Settings], Callable[[str, Any], Any]]:
-    """Return what `fastformer serve` needs: an endpoint, its settings, and the function from a text to its answer."""
-    translator = load_translator(run, checkpoint, device)
-    pack_weights(translator.model)
-
-    def translate(text: str, options: SearchOptions) -> dict[str, Any]:
-        [candidates] = translator.candidates([text], options)
-        return {"translations": [{"text": each.text, "score": round(each.score, 4)} for each in candidates]}
-
-    return "translate", SearchOptions, translate

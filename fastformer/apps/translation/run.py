@@ -317,7 +317,11 @@ def evaluate(
     options: SearchOptions | None = None,
     lowercase: bool = False,
     bleu_tokenizer: str = "13a",
+    **scoring: Any,
 ) -> tuple[Scores, list[str]]:
-    """Translate a corpus and compare with its target side; return the scores and the translations."""
+    """Translate a corpus and compare with its target side; return the scores and the translations.
+
+    scoring: further arguments of `score_translations`.
+    """
     translations = translator.translate(corpus.source, options)
-    return score_translations(translations, corpus.target, lowercase, bleu_tokenizer), translations
+    return score_translations(translations, corpus.target, lowercase, bleu_tokenizer, **scoring), translations

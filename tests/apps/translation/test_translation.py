@@ -125,40 +125,58 @@ def test_a_checkpoint_of_another_architecture_is_refused(
 
 
 REFERENCES = [f"the {i} cat sat on mat {i % 3}" for i in range(40)]
+OTHERS = [f"a {i} cat was on mat {i % 3}" for i in range(40)]
 NEAR = [line.replace("sat", "was") if i % 2 else line for i, line in enumerate(REFERENCES)]
 FAR = [line.replace("cat", "dog") for line in NEAR]
 
 
-def test_scores_are_those_of_sacrebleu() -> None:
-    scores = score_translations(NEAR, REFERENCES)
-    for name in ("bleu", "chrf"):
+def test_scores_of_several_references_and_their_intervals_are_sacrebleus() -> None:
+    scores = score_translations(NEAR, REFERENCES, more_references=[OTHERS], bootstrap=100)
+    for name in ("bleu", "chrf", "ter"):
         metric = getattr(metrics, name.upper())()
-        assert getattr(scores, name) == metric.corpus_score(NEAR, [REFERENCES]).score
+        expected = metric.corpus_score(NEAR, [REFERENCES, OTHERS], n_bootstrap=100)
+        assert getattr(scores, name) == expected.score
+        assert scores.intervals[name] > 0
         assert getattr(scores, f"{name}_signature") == str(metric.get_signature())
-    assert scores.exact == 0.5
-    assert f"BLEU {scores.bleu:.2f} (nrefs:1|" in str(scores)
+    assert scores.bleu > score_translations(NEAR, REFERENCES).bleu
+    assert f"BLEU {scores.bleu:.2f} ± {scores.intervals['bleu']:.2f} (nrefs:2|bs:100|" in str(scores)
     with pytest.raises(ValueError, match="39 translations and 40 references"):
-        score_translations(NEAR[1:], REFERENCES)
-    with pytest.raises(ValueError, match="there is nothing to score"):
-        score_translations([], [])
+        score_translations(NEAR, REFERENCES, more_references=[OTHERS[1:]])
+
+
+def test_intervals_of_translations_that_mostly_share_nothing_with_the_references() -> None:
+    """Some resamples of three sentences have no match at all."""
+    scores = score_translations(["un", "b c", "d"], ["un", "deux", "quatre"], bootstrap=20)
+    assert scores.intervals["chrf"] > 0
 
 
 def test_a_worse_system_differs_by_more_than_chance_and_an_equal_one_does_not() -> None:
     systems = {"near": NEAR, "far": FAR, "same": NEAR}
     results = {(each.metric, each.system): each for each in compare_translations(systems, REFERENCES, bootstrap=200)}
-    assert {metric for metric, _ in results} == {"BLEU", "chrF2"}
-    for metric in ("BLEU", "chrF2"):
+    assert {metric for metric, _ in results} == {"BLEU", "chrF2", "TER"}
+    for metric in ("BLEU", "chrF2", "TER"):
         p_values = [results[metric, system].p_value for system in systems]
         assert p_values[0] is None
         assert (p_values[1] or 0) < 0.05 < 0.5 < (p_values[2] or 0)
     assert results["BLEU", "near"].score == score_translations(NEAR, REFERENCES).bleu
 
 
-def test_paired_bootstrap_on_the_command_line(trained: tuple[TranslationRun, Result], tmp_path: Path) -> None:
+def test_several_references_and_bootstrap_on_the_command_line(
+    trained: tuple[TranslationRun, Result], tmp_path: Path
+) -> None:
     for name in "ab":
         shutil.copytree(trained[0].folder, tmp_path / name)
+    test = trained[0].corpora["test"]
+    for name, lines in (("source", test.source * 4), ("target", test.target * 4), ("short", ["un"])):
+        write_lines(tmp_path / name, lines)
+    command = "evaluate --run a --source source --target target --max-length 4 --device cpu --target"
+    done = fastformer(*command.split(), "target", "--bootstrap", "20", cwd=tmp_path)
+    assert "(nrefs:2|bs:20|" in done.stdout, done.stderr
+    done = fastformer(*command.split(), "short", cwd=tmp_path)
+    message = "short has 1 lines for 40 pairs; several references need files of equal length without empty lines"
+    assert (done.returncode, done.stderr) == (2, f"error: {message}\n")
     done = fastformer("compare", "a", "b", "--bootstrap", "10", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
-    rows = [line.split() for line in done.stdout.splitlines() if line.startswith(("BLEU", "chrF2"))]
-    assert [row[-1] for row in rows] == ["a", "b"] * 2
-    assert [row[2:4] for row in rows[1::2]] == [["p", "="]] * 2
+    rows = [line.split() for line in done.stdout.splitlines() if line.startswith(("BLEU", "chrF2", "TER"))]
+    assert [row[-1] for row in rows] == ["a", "b"] * 3
+    assert [row[2:4] for row in rows[1::2]] == [["p", "="]] * 3

@@ -2,14 +2,14 @@
 
 On a CPU one shape, padded and packed, in fp32.
 
-Useful work is counted, of real positions and allowed pairs alone: 4 D operations a pair forward, 10 D backward
-(2 D + 2 V and 6 D + 4 V with values of head size V); bytes of q, k, v and the output, and backward those again with
-four gradients. fastformer is told lengths and causality and makes no mask. fp64 results are of all heads where that is
-0.5 GiB of scores, else of some.
+Work counts real positions and allowed pairs alone: 4 D operations a pair forward, 10 D backward (2 D + 2 V and
+6 D + 4 V with values of head size V); bytes of q, k, v and the output, and backward those again with four gradients.
+fastformer gets lengths and causality and makes no mask.
 """
 
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -61,22 +61,12 @@ MAIN: Rivals = [
     ("sdpa-flash", ALONE),
     ("varlen", None),
 ]
-FURTHER: Rivals = [
-    ("sdpa-cudnn", KEY_MASK),
-    ("sdpa-cudnn", ALONE),
-    ("sdpa-math", MASK),
-    ("flash-attn", None),
-    ("xformers", None),
-]
+FURTHER: Rivals = [*(("sdpa-cudnn", way) for way in (KEY_MASK, ALONE)), ("sdpa-math", MASK)]
+FURTHER = [*FURTHER, ("flash-attn", None), ("xformers", None)]
 FLEX: Rivals = [("flex", None), ("flex-per-batch", None)]
 NOT_CAUSAL: Rivals = [("sdpa-efficient", KEY_MASK), ("sdpa-cudnn", KEY_MASK), ("varlen", None)]
-PACKED: Rivals = [
-    ("sdpa-efficient", MASK),
-    ("sdpa-cudnn", MASK),
-    ("sdpa-flash", ALONE),
-    ("varlen", None),
-    ("flash-attn", None),
-]
+PACKED: Rivals = [*(each for each in MAIN if each[1] != KEY_MASK), ("flash-attn", None)]
+MASKED = ("sdpa-efficient", "sdpa-cudnn", "sdpa-math")
 ON_CPU_RIVALS: Rivals = [("sdpa-flash", MASK)]
 CAUSAL_GOALS: dict[str, Goals] = {
     MASK: (3.0, 2.5),
@@ -109,16 +99,27 @@ def _rival(p: AttentionCase, competitor: str, way: str | None, inputs: Sequence[
     return Op(label, lambda: rival(p, competitor, way)(*inputs), inputs, p.compared)
 
 
-def _goal(goals: Goals, direction: Direction) -> float | None:
-    return None if goals is None else {"forward": goals[0], "both": goals[1]}.get(direction)
-
-
-def _ours(race: Race, p: AttentionCase, inputs: Sequence[Tensor]) -> Tensor:
+def _attention(race: Race, p: AttentionCase, inputs: Sequence[Tensor]) -> Tensor:
     ends, bias = p.lengths_on_device if p.padded else None, p.distance_bias if p.alibi else None
     with fastformer.backend(race.backend):
         return functional.attention(
             *inputs, causal=p.causal, query_lengths=ends, key_lengths=ends, dropout_p=p.dropout, distance_bias=bias
         )
+
+
+def _compare(
+    race: Race, name: str, p: AttentionCase, sides: tuple[Op, Op], upstream: Tensor, direction: Direction, **fields: Any
+) -> None:
+    """Compare two ops with `p.expected`, and time one direction."""
+    race.op(
+        name,
+        *sides,
+        upstream=upstream,
+        tolerance=TOLERANCE[p.dtype],
+        direction=direction,
+        work=p.work(direction),
+        **fields,
+    )
 
 
 def _race(
@@ -131,35 +132,27 @@ def _race(
     goals: Goals,
 ) -> None:
     """Compare attention of padded tensors."""
-    name = "attention, ALiBi" if p.alibi else "attention"
     _require(race, competitor)
     inputs, upstream = p.leaves(), p.random()
 
-    def sides(of: AttentionCase) -> tuple[Op, Op]:
-        ours = Op("fastformer", lambda: _ours(race, of, inputs), inputs, p.compared)
-        return ours, _rival(of, competitor, way, inputs)
+    def sides(case: AttentionCase) -> tuple[Op, Op]:
+        op = Op("fastformer", lambda: _attention(race, case, inputs), inputs, p.compared)
+        return op, _rival(case, competitor, way, inputs)
 
     exact, timed = p, None
     if p.dropout:
         exact, timed = replace(p, dropout=0.0), (*sides(p), upstream)
         _check_dropout(race, p, inputs, sides(p), sides(exact))
-    race.op(
-        case_name(name, shape, p),
-        *sides(exact),
-        upstream=upstream,
-        expected=exact.expected(inputs, upstream),
-        tolerance=TOLERANCE[p.dtype],
-        direction=direction,
-        work=p.work(direction),
-        goal=_goal(goals, direction),
-        timed=timed,
-    )
+    name = case_name("attention, ALiBi" if p.alibi else "attention", shape, p)
+    goal = None if goals is None else {"forward": goals[0], "both": goals[1]}.get(direction)
+    expected = exact.expected(inputs, upstream)
+    _compare(race, name, p, sides(exact), upstream, direction, expected=expected, goal=goal, timed=timed)
 
 
 def _check_dropout(
     race: Race, p: AttentionCase, inputs: list[Tensor], dropping: tuple[Op, Op], exact: tuple[Op, Op]
 ) -> None:
-    """Dropout, whose masks differ, must change the output by as much as it does on average, squared and summed."""
+    """Require that dropout, whose masks differ, changes the output by its mean square, summed over all elements."""
     tolerance = 0.9 if race.tiny else 0.1  # hundreds of weights against millions
     real = p.compared(p.real[:, None, :, None].expand(-1, p.heads, -1, p.head_size))
     expected = torch.where(real, p.dropped(inputs), 0).sum()
@@ -223,7 +216,7 @@ def bench_padding(race: Race, shape: AttentionShape, competitor: str, way: str |
 @pytest.mark.parametrize("direction", DIRECTIONS)
 @_cases(("full", PADDED[1:2], [("own-lengths", None)]))
 def bench_key_mask(race: Race, shape: AttentionShape, competitor: str, way: None, direction: Direction) -> None:
-    """Ours told of padding by a key mask, which each tile of values has to wait for, against ours told lengths."""
+    """Compare fastformer with a key mask, which each tile of values has to wait for, and with lengths."""
     _require(race, competitor)
     p = attention_case(race, shape)
     inputs, upstream = p.leaves(), p.random()
@@ -233,27 +226,15 @@ def bench_key_mask(race: Race, shape: AttentionShape, competitor: str, way: None
             ends = p.lengths_on_device
             return functional.attention(*inputs, causal=p.causal, query_lengths=ends, key_mask=p.real)
 
-    race.op(
-        case_name("attention, key mask", shape, p),
-        Op("fastformer", by_mask, inputs, p.compared),
-        Op("fastformer, lengths", lambda: _ours(race, p, inputs), inputs, p.compared),
-        upstream=upstream,
-        expected=p.expected(inputs, upstream),
-        tolerance=TOLERANCE[p.dtype],
-        direction=direction,
-        work=p.work(direction),
-    )
+    lengths = Op("fastformer, lengths", lambda: _attention(race, p, inputs), inputs, p.compared)
+    sides = Op("fastformer", by_mask, inputs, p.compared), lengths
+    name = case_name("attention, key mask", shape, p)
+    _compare(race, name, p, sides, upstream, direction, expected=p.expected(inputs, upstream))
 
 
 @pytest.mark.parametrize("direction", DIRECTIONS)
 @pytest.mark.parametrize("variant", ["dropout", "fp32"])
-@_cases(
-    (
-        "full",
-        [replace(PADDED[1], causal=False, share=0.69)],
-        [(name, KEY_MASK) for name in ("sdpa-efficient", "sdpa-cudnn", "sdpa-math")],
-    )
-)
+@_cases(("full", [replace(PADDED[1], causal=False, share=0.69)], [(name, KEY_MASK) for name in MASKED]))
 def bench_dropout_and_fp32(
     race: Race, shape: AttentionShape, competitor: str, way: str, variant: str, direction: Direction
 ) -> None:
@@ -265,19 +246,13 @@ def bench_dropout_and_fp32(
 @pytest.mark.parametrize("direction", ["forward", "both"])
 @_cases(("full", CAUSAL[3:5], [("sdpa-efficient", MASK)]), ("full", CAUSAL[3:4], [("flex", None)]))
 def bench_alibi(race: Race, shape: AttentionShape, competitor: str, way: str | None, direction: Direction) -> None:
-    """A bias by distance that is not trained, against SDPA's additive mask, made beforehand, and flex_attention's."""
+    """Compare a bias by distance that is not trained with SDPA's additive mask, made beforehand, and flex_attention."""
     _race(race, shape, replace(attention_case(race, shape), alibi=True), competitor, way, direction, None)
 
 
-@_cases(
-    (
-        "full",
-        [replace(PADDED[0], kind="empty")],
-        [*((name, MASK) for name in ("sdpa-efficient", "sdpa-cudnn", "sdpa-math")), ("sdpa-flash", ALONE)],
-    )
-)
+@_cases(("full", [replace(PADDED[0], kind="empty")], [*((name, MASK) for name in MASKED), ("sdpa-flash", ALONE)]))
 def bench_empty_sequence(race: Race, shape: AttentionShape, competitor: str, way: str) -> None:
-    """One sequence of length 0, of which a mask leaves nothing: not a number, if a competitor does not see to it."""
+    """Compare with one sequence of length 0, whose rows are NaN under a mask unless a competitor prevents it."""
     _race(race, shape, attention_case(race, shape), competitor, way, "both", None)
 
 
@@ -286,7 +261,7 @@ def bench_empty_sequence(race: Race, shape: AttentionShape, competitor: str, way
 def bench_packed_attention(
     race: Race, shape: AttentionShape, competitor: str, way: str | None, direction: Direction
 ) -> None:
-    """Ours of packed tensors; theirs of padded ones, or of packed ones where they take them."""
+    """Compare packed attention with a competitor's on packed tensors if it takes them, else on padded ones."""
     _require(race, competitor)
     p = attention_case(race, shape)
     inputs, upstream = p.leaves(), p.random()
@@ -297,21 +272,14 @@ def bench_packed_attention(
     tokens = q, k, v = [pack(x.detach().transpose(1, 2), p.layout).requires_grad_() for x in inputs]
     dout = pack(upstream.transpose(1, 2), p.layout)
 
-    def ours() -> Tensor:
+    def packed_attention() -> Tensor:
         with fastformer.backend(race.backend):
             return functional.packed_attention(q, k, v, p.layout, causal=p.causal)
 
     if way is None:
-        theirs = Op(competitor, lambda: packed(p, competitor)(*tokens), tokens, compared, dout)
+        other = Op(competitor, lambda: packed(p, competitor)(*tokens), tokens, compared, dout)
     else:
-        theirs = _rival(p, competitor, way, inputs)
-    race.op(
-        case_name("packed attention", shape, p),
-        Op("fastformer", ours, tokens, compared, dout),
-        theirs,
-        upstream=upstream,
-        expected=p.expected(inputs, upstream),
-        tolerance=TOLERANCE[p.dtype],
-        direction=direction,
-        work=p.work(direction),
-    )
+        other = _rival(p, competitor, way, inputs)
+    sides = Op("fastformer", packed_attention, tokens, compared, dout), other
+    name = case_name("packed attention", shape, p)
+    _compare(race, name, p, sides, upstream, direction, expected=p.expected(inputs, upstream))

@@ -1,10 +1,9 @@
 """A decoder of torch.nn as it is, against the same one converted, with a cache: 512 tokens, d512, 2 layers, fp32.
 
 torch.nn.TransformerDecoder has no cache: for every token the whole prefix goes through it with a causal mask. Both have
-the same parameters, read the same tokens beside a memory of 25 positions, and must give the same outputs.
-
-Ours reads all tokens. Theirs is timed at 16 prefixes, in the middle of 16 equal parts of the text, and compared by the
-token: its time a token grows with the prefix almost linearly, so these cost a 32nd of all (the midpoint rule).
+the same parameters, read the same tokens beside a memory of 25 positions, and must give the same outputs. torch.nn is
+timed at 16 prefixes, in the middle of 16 equal parts of the text, and compared by the token: its time a token grows
+with the prefix almost linearly, so these cost a 32nd of all (the midpoint rule).
 """
 
 import copy
@@ -34,26 +33,26 @@ def bench_cached_decoding(race: Race, size: str, batch: int, goal: float | None)
     timed = range(length // TIMED // 2, length, length // TIMED)
     torch.manual_seed(0)
     layer = nn.TransformerDecoderLayer(d_model, d_model // 32, 4 * d_model, batch_first=True)
-    theirs = nn.TransformerDecoder(layer, 2).to(race.device).eval()
-    ours: Any = copy.deepcopy(theirs)
-    fastformer.convert(ours)
+    decoder = nn.TransformerDecoder(layer, 2).to(race.device).eval()
+    converted: Any = copy.deepcopy(decoder)
+    fastformer.convert(converted)
     x = torch.randn(batch, length, d_model, device=race.device)
     memory = torch.randn(batch, SOURCES, d_model, device=race.device)
 
     @torch.inference_mode()
     def read() -> Tensor:
-        cache = ours.new_cache(memory)
-        return torch.cat([ours.step(token, cache) for token in torch.split(x, 1, 1)], 1)
+        cache = converted.new_cache(memory)
+        return torch.cat([converted.step(token, cache) for token in torch.split(x, 1, 1)], 1)
 
     @torch.inference_mode()
     def prefixes(ends: range) -> Tensor:
         masks = (nn.Transformer.generate_square_subsequent_mask(t + 1, race.device) for t in ends)
-        return torch.cat([theirs(x[:, : t + 1], memory, mask)[:, -1:] for t, mask in zip(ends, masks, strict=True)], 1)
+        return torch.cat([decoder(x[:, : t + 1], memory, mask)[:, -1:] for t, mask in zip(ends, masks, strict=True)], 1)
 
     outputs = read()
     with race.competitor():
         mask = nn.Transformer.generate_square_subsequent_mask(length, race.device)
-        race.gate("outputs", outputs, theirs(x, memory, mask).detach(), 1e-4)
+        race.gate("outputs", outputs, decoder(x, memory, mask).detach(), 1e-4)
         race.gate("outputs of prefixes", outputs[:, timed.start :: timed.step], prefixes(timed), 1e-4)
     race(
         f"{length} tokens one by one, batch {batch}, d{d_model} 2 layers",

@@ -20,10 +20,11 @@ from torch import Tensor
 
 from benchmarks.competitors.generators import NAMES, loader_of, vary_output
 from benchmarks.competitors.known import require
+from benchmarks.competitors.training import CONFIGS, TINY
 from benchmarks.competitors.tutorials import FixedLengthTranslation
-from benchmarks.harness.lengths import VOCABULARY, typical_batch
+from benchmarks.harness.lengths import typical_batch
 from benchmarks.harness.race import Contender, Race
-from fastformer.apps.translation.model import TranslationConfig, TranslationModel
+from fastformer.apps.translation.model import TranslationModel
 from fastformer.apps.translation.search import Hypothesis, SearchOptions, beam_search, greedy_search
 from fastformer.nn import pack_weights
 
@@ -36,9 +37,6 @@ GOALS = {
     ("ctranslate2", 1): {"cpu": (0.95, 0.95)},
     ("ctranslate2", 4): {"cpu": (0.95, 0.95)},
 }
-FULL = TranslationConfig(VOCABULARY, VOCABULARY)
-SMALL = replace(FULL, d_model=256, heads=4, encoder_layers=3, decoder_layers=3, feed_forward=1024)
-TINY = replace(FULL, d_model=32, heads=2, encoder_layers=1, decoder_layers=1, feed_forward=64)
 MARIAN = {"norm_first": False, "final_norm": False, "positions": "sinusoidal_halves"}
 
 
@@ -70,11 +68,11 @@ MARIAN = {"norm_first": False, "final_norm": False, "positions": "sinusoidal_hal
 def bench_decoding(race: Race, size: str, competitor: str, beam: int, batch: int) -> None:
     require(competitor, race.device)
     tokens = 5 if race.tiny else TOKENS
-    packed = typical_batch("random")[0].to(race.device)
+    packed = typical_batch("random").to(race.device)
     lengths = packed.source_lengths[: min(batch, 3) if race.tiny else batch]
     source = packed.source[: int(lengths.sum())]
     B = len(lengths)
-    config = TINY if race.tiny else SMALL if size == "quick" else FULL
+    config = TINY if race.tiny else CONFIGS["usual" if size == "quick" else "full"]
     if competitor != "tutorial":
         config = replace(config, **MARIAN)  # type: ignore[arg-type]
     model = TranslationModel(config).to(race.device).eval()
@@ -90,8 +88,8 @@ def bench_decoding(race: Race, size: str, competitor: str, beam: int, batch: int
         return [hypotheses[0] for hypotheses in beam_search(running, source, lengths, options)]
 
     graphs = competitor == "no-graphs"
-    ours = partial(search, replace(options, cuda_graphs=graphs))
-    results = ours()
+    run_search = partial(search, replace(options, cuda_graphs=graphs))
+    results = run_search()
     assert all(len(hypothesis.ids) == tokens for hypothesis in results)
     assert max(len(set(hypothesis.ids)) for hypothesis in results) > 2, "sentences of one repeated token prove little"
 
@@ -99,7 +97,7 @@ def bench_decoding(race: Race, size: str, competitor: str, beam: int, batch: int
         warnings.simplefilter("ignore")  # of the competitors
         known = torch.tensor([hypothesis.log_probability for hypothesis in results])
         race.gate("log probability", known, _log_probabilities(model, sentences, [h.ids for h in results]), 1e-3)
-        run: Callable[[], object] = ours  # not timed, if the competitor cannot be loaded
+        run: Callable[[], object] = run_search  # not timed, if the competitor cannot be loaded
         if competitor == "tutorial":
             with race.competitor():
                 loop = FixedLengthTranslation(model).to(race.device).eval()
@@ -118,13 +116,12 @@ def bench_decoding(race: Race, size: str, competitor: str, beam: int, batch: int
                 _compare(race, model, sentences, results, translate())
         goals = GOALS.get((competitor, beam), {}).get(race.device.type) if size != "quick" else None
         names = {"tutorial": "T1, whole prefix each step", "no-graphs": "fastformer without them"}
+        names |= NAMES[TranslationModel]
         of = f"d{config.d_model} {config.encoder_layers}+{config.decoder_layers}{', CUDA graphs' * graphs}"
         race(
             f"{'greedy search' if beam == 1 else f'beam {beam}'}, batch {B}, {of}",
-            Contender("fastformer", ours, B * tokens),
-            Contender(
-                (names | NAMES[TranslationModel])[competitor], run, tokens if competitor == "tutorial" else B * tokens
-            ),
+            Contender("fastformer", run_search, B * tokens),
+            Contender(names[competitor], run, tokens if competitor == "tutorial" else B * tokens),
             rounds=9 if race.device.type == "cpu" and size != "quick" else 3,
             goal=goals[min(B - 1, 1)] if goals else None,
         )

@@ -1,12 +1,11 @@
 """Dropout + residual + layer norm or RMS norm over bf16 rows, on a GPU: the step between two sublayers, both results.
 
-Bytes counted for the floor: forward reads x and the residual, writes their sum and its norm; backward reads the
+Bytes: forward reads x and the residual, writes their sum and its norm; backward reads the
 gradients of both results and the sum, writes the gradients of residual and x, which without dropout are one; all else
 is small beside them.
 
-Both sides draw dropout masks of their own, so that values are compared at p = 0 (the two results as one tensor), and
-time is measured at p, with the results as they are. Saved bytes are to be at most 0.67 times eager's. Liger-Kernel's
-has no dropout: beside it time is measured at p = 0.
+Both sides draw dropout masks of their own, so values are compared at p = 0, the two results as one tensor, and time is
+measured at p. Saved bytes should be at most 0.67 times eager's. Liger-Kernel's has no dropout: time is at p = 0.
 """
 
 from collections.abc import Callable
@@ -56,7 +55,7 @@ Steps = dict[str, Callable[..., tuple[Tensor, Tensor]]]
 
 
 def _steps(rms: bool, N: int, dropout_p: float) -> Steps:
-    ours = functional.dropout_add_rms_norm if rms else functional.dropout_add_layer_norm
+    fused = functional.dropout_add_rms_norm if rms else functional.dropout_add_layer_norm
     norm: Callable[..., Tensor] = F.rms_norm if rms else F.layer_norm
 
     def eager(x: Tensor, residual: Tensor, *parameters: Tensor) -> tuple[Tensor, Tensor]:
@@ -64,7 +63,7 @@ def _steps(rms: bool, N: int, dropout_p: float) -> Steps:
         return norm(s, (N,), *parameters, EPS), s
 
     return {
-        "ours": lambda x, residual, *parameters: ours(x, residual, N, *parameters, eps=EPS, dropout_p=dropout_p),
+        "ours": lambda x, residual, *parameters: fused(x, residual, N, *parameters, eps=EPS, dropout_p=dropout_p),
         "eager": eager,
         "liger": lambda *inputs: liger("fused_add_rms_norm", "liger")(*inputs, EPS),
     }

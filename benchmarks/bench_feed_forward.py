@@ -1,13 +1,11 @@
 """The feed-forward layer in bf16, on a GPU: two matrix products, and what stands between them.
 
-Operations counted, of the products alone: 2 T D F for each of the two, as many again for the gradient of each input
-and of each weight; a gated layer's first product is twice as wide. Bytes counted: forward reads x and both weights and
-writes y; backward reads x, dy and both weights and writes dx and the gradients of the weights. Hidden activations are
-not counted: a layer that kept them on the chip would move none, and against that the floor is measured.
+Operations: 2 T D F for each product, as many again for the gradient of each input and of each weight; a gated layer's
+first product is twice as wide. Bytes: forward reads x and both weights and writes y; backward reads x, dy and both
+weights and writes dx and the gradients of the weights. Hidden activations need not be in memory and are not counted.
 
-With dropout both sides draw masks of their own, so that their values are compared at p = 0, and their time at p.
-Peak and saved bytes, which every row has, are to be at most 0.45 times eager's where a mask is saved, and 0.09 times
-with `recompute`.
+With dropout both sides draw masks of their own, so values are compared at p = 0, and time is measured at p. Saved bytes
+should be at most 0.45 times eager's if a mask is saved, and 0.09 times with `recompute`.
 """
 
 from functools import partial
@@ -42,10 +40,10 @@ class FeedForwardShape(NamedTuple):
 
 
 SIZES = [(512, 2048), (768, 3072), (1024, 4096), (2048, 8192), (4096, 16384)]
-# By activation, dropout and width, from eager and from torch.compile. The products are the same on both sides; to be
-# gained are bytes moved for each hidden activation between them. Without dropout eager moves 12, forward and backward
-# (4 + 6, and 2 for the bias's sum), ours 4 + 8, of ReLU 4 + 6; with dropout eager moves 10 more, ours none. At 600
-# TFLOP/s and 4.2 TB/s the products, 12 D operations, are worth D / 12 bytes.
+# By activation, dropout and width, from eager and from torch.compile. The gain is bytes moved for each hidden
+# activation. Without dropout eager moves 12, forward and backward (4 + 6, and 2 for the bias's sum), fastformer 4 + 8,
+# of ReLU 4 + 6; with dropout eager moves 10 more, fastformer none. At 600 TFLOP/s and 4.2 TB/s the products, 12 D
+# operations, are worth D / 12 bytes.
 GOALS: dict[tuple[str, bool, int], tuple[float, float]] = {
     **{(name, False, 512): (1.05, 1.0) for name in ("relu", "gelu", "gelu_tanh")},
     **{("gelu", False, D): (1.0, 1.0) for D in (768, 1024, 2048, 4096)},
@@ -93,9 +91,8 @@ def _activate(h: Tensor, activation: Activation) -> Tensor:
 
 
 def _liger_swiglu(competitor: str, x: Tensor, w1: Tensor, b1: Tensor, w2: Tensor, b2: Tensor) -> Tensor:
-    # Its kernel takes gate and value as two matrices, which two products make, as its own layer has them. Its backward
-    # pass writes over what forward kept, so it is never timed alone. Its GEGLU is the tanh form, ours the exact one: no
-    # comparison.
+    # Takes gate and value as two matrices, from two products. Its backward pass writes over saved tensors, so it is
+    # never timed alone. Its GEGLU is the tanh form, fastformer's the exact one: no comparison.
     half = w1.shape[0] // 2
     gate, value = F.linear(x, w1[:half], b1[:half]), F.linear(x, w1[half:], b1[half:])
     return F.linear(liger("swiglu", competitor)(gate, value), w2, b2)
@@ -107,12 +104,12 @@ def _functions(case: FeedForwardShape, dropout_p: float) -> dict[str, Any]:
         return F.linear(F.dropout(a, dropout_p) if dropout_p > 0.0 else a, w2, b2)
 
     options = {"activation": case.activation, "dropout_p": dropout_p, "recompute": case.recompute}
-    ours = partial(functional.feed_forward, **options)  # type: ignore[arg-type]
-    return {"ours": ours, "eager": eager, **{name: partial(_liger_swiglu, name) for name in LIGER}}
+    fused = partial(functional.feed_forward, **options)  # type: ignore[arg-type]
+    return {"ours": fused, "eager": eager, **{name: partial(_liger_swiglu, name) for name in LIGER}}
 
 
 def work(case: FeedForwardShape, direction: Direction) -> Work:
-    """What a direction must do at least; see the module."""
+    """Return the least work of a direction, as the top of this file counts it."""
     T, D, F_ = case.tokens, case.width, case.hidden
     halves = 3 if case.activation == "swiglu" else 2  # products of T x D x F
     products = 2.0 * T * D * F_ * halves

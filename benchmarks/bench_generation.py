@@ -2,7 +2,7 @@
 
 `bench_generation`: 2 post-norm layers, d200, 2 heads, feed-forward 200, 33,278 words, fp32, batch 1, the most probable
 word each time. T2 has no cache: for every word the whole text so far goes through the model with a causal mask, and
-log-probabilities of the whole vocabulary come out at every position. Both sides have the same parameters and must find
+log-probabilities of the whole vocabulary come out at every position. Both sides have the same parameters and must write
 the same words.
 
 - "whole text": nothing is forgotten. fastformer has a context of 1,001 positions, so that its window never slides.
@@ -71,14 +71,13 @@ def bench_generation(race: Race, size: str, context: int, steps: range, goal: fl
     text = torch.cat([words.new_tensor([first]), words[:-1]])
     last = _last_log_probability(model, text, words)
     with race.competitor():
-        theirs = TutorialLanguageModel(model, WORDS + 1).to(race.device).eval()
+        tutorial = TutorialLanguageModel(model, WORDS + 1).to(race.device).eval()
         if context > length:
-            # In one causal pass: position t does not see the words after it, so this is what each prefix gives.
-            log_p = theirs.next_words(text)  # [T, V]
+            log_p = tutorial.next_words(text)  # [T, V], in one causal pass as from each prefix
             race.gate("words", words, log_p.argmax(-1), 0.0)
             race.gate("log-probability", last, log_p[-1, words[-1]], 1e-4)
         else:
-            race.gate("words", words, theirs.write(text, range(length), context), 0.0)
+            race.gate("words", words, tutorial.write(text, range(length), context), 0.0)
 
     read = "prefix" if context > length else f"window of {context}"
     timed = "" if len(steps) == length else " (every 20th timed)"
@@ -89,7 +88,7 @@ def bench_generation(race: Race, size: str, context: int, steps: range, goal: fl
         Contender("fastformer", write, length),
         Contender(
             f"T2, whole {read} each word{timed}",
-            lambda: written.append(theirs.write(text, steps, context)),
+            lambda: written.append(tutorial.write(text, steps, context)),
             len(steps),
         ),
         rounds=rounds,
@@ -139,14 +138,14 @@ def bench_writing(race: Race, size: str, competitor: str, d_model: int, batch: i
     with tempfile.TemporaryDirectory() as folder:
         load = loader_of(competitor, model, prompts, 1, count, Path(folder))
         with race.competitor():
-            theirs = load()
-            probable = _log_probability(model, prompts, theirs())
+            generate = load()
+            probable = _log_probability(model, prompts, generate())
             race.gate("log probability", known, torch.maximum(known, probable), 1e-3)
             race.gate_theirs("log probability", probable, torch.maximum(known, probable), 1e-3)
             race(
                 f"{count} tokens behind {PROMPT}, batch {batch}, d{d_model} 6 layers",
                 Contender("fastformer", write, batch * count),
-                Contender(NAMES[LanguageModel][competitor], theirs, batch * count),
+                Contender(NAMES[LanguageModel][competitor], generate, batch * count),
                 rounds=3 if size == "quick" else 9,
                 goal=GOALS.get((competitor, d_model)) if size != "quick" else None,
             )

@@ -1,11 +1,10 @@
 """Models of Hugging Face with fastformer, against the same with their `sdpa`.
 
-Two ways: "attention", which alone leaves the padding out (`attn_implementation="fastformer"`), and "layers", which all
-do (`padding_free`). A training step is forward and backward from random gradients of the hidden states of real
-positions (their mean square is 1 behind a norm, whatever the layers do), with dropout as configured (0.1 but for
-Llama), inference the forward alone, without a cache. Padding stands on the left for Llama where the way is "attention",
-else on the right. On a GPU bf16, 12 layers; on a CPU fp32, and 2 layers of BERT-base's width (T5's and Llama's of the
-same). Of T5 the encoder.
+Two ways: "attention" leaves the padding out in attention alone (`attn_implementation="fastformer"`), "layers" in all
+layers (`padding_free`). A training step is forward and backward from random gradients of the hidden states of real
+positions, with dropout as configured (0.1 but for Llama); inference is forward alone, without a cache. Padding is on
+the left for Llama's attention, else on the right. On a GPU bf16, 12 layers; on a CPU fp32, 2 layers of BERT-base's
+width (T5's encoder and Llama of the same).
 
 `bench_sentence_transformers`, on a CPU: models of the size of all-MiniLM-L6-v2 with random weights, texts of 4 to 62
 random words. Encoding and scoring sort texts by length and take 32 at a time; a training step has 32 unsorted texts.
@@ -57,29 +56,23 @@ def _model(name: str, width: int, layers: int, heads: int) -> nn.Module:
         config: Any = transformers.T5Config(
             **IDS, d_model=width, num_layers=layers, num_heads=heads, d_kv=width // heads, d_ff=4 * width
         )
-        return transformers.T5EncoderModel._from_config(config, **sdpa)  # type: ignore[no-any-return]
+        return transformers.T5EncoderModel._from_config(config, **sdpa)
     shared = {**IDS, "hidden_size": width, "num_hidden_layers": layers, "num_attention_heads": heads}
     kind = transformers.BertConfig if name == "BERT" else transformers.LlamaConfig
     config = kind(**shared, intermediate_size=4 * width)
-    return transformers.AutoModel.from_config(config, **sdpa)  # type: ignore[no-any-return]
+    return transformers.AutoModel.from_config(config, **sdpa)
 
 
 def _mask(left: bool, sequences: int, longest: int, share: float, device: torch.device) -> Tensor:
-    """int64 `[B, S]`, 1 at real positions; lengths spread evenly up to the longest, with this share of padding."""
+    """Return int64 `[B, S]`, 1 at real positions; lengths spread evenly to the longest, with this share of padding."""
     lengths = torch.linspace(longest * (1 - 2 * share), longest, sequences).round().long().clamp(min=1)[:, None]
     steps = torch.arange(longest)
     return (steps >= longest - lengths if left else steps < lengths).long().to(device)
 
 
 def _behind_embeddings(net: nn.Module) -> Iterator[nn.Parameter]:
-    """BERT's norm of embeddings of 0.02 each makes their gradients so large that those of the layers do not count."""
+    """Return the parameters of the layers: BERT's embeddings have gradients so large that no others would count."""
     return (p for name, p in net.named_parameters() if "embed" not in name)
-
-
-def _goal(size: str, way: Way, share: float, task: Task) -> float | None:
-    if not size.endswith("-cpu"):
-        return GPU_GOAL
-    return GOALS[task].get(share) if way == "layers" and size != "quick-cpu" else None
 
 
 def _cases() -> list[Any]:
@@ -105,26 +98,27 @@ def bench_transformers(race: Race, size: str, model: str, way: Way, share: float
     transformers.utils.logging.set_verbosity_error()
     (width, layers, heads), (sequences, longest) = TINY if race.tiny else SIZES[size]
     dtype = torch.float32 if race.device.type == "cpu" else torch.bfloat16
-    theirs: nn.Module = _model(model, width, layers, heads).to(race.device, dtype)
-    ours: Any = copy.deepcopy(theirs)
+    original: nn.Module = _model(model, width, layers, heads).to(race.device, dtype)
+    changed: Any = copy.deepcopy(original)
     if way == "layers":
-        assert padding_free(ours).packed
+        assert padding_free(changed).packed
     else:
-        ours.set_attn_implementation("fastformer")
+        changed.set_attn_implementation("fastformer")
     mask = _mask(way == "attention" and model == "Llama", sequences, longest, share, race.device)
     ids = torch.randint(4, VOCABULARY, mask.shape, device=race.device)
     inputs = {"input_ids": ids, "attention_mask": mask, **({} if model in ("BERT", "T5") else {"use_cache": False})}
 
     def forward(net: nn.Module) -> Tensor:
         with fastformer.backend(race.backend):  # a fallback is an error
-            hidden: Tensor = net(**inputs).last_hidden_state
-            return hidden
+            return net(**inputs).last_hidden_state
 
     tolerance, gradient_tolerance = TOLERANCES[race.dtype]
+    goal = GOALS[task].get(share) if way == "layers" and size != "quick-cpu" else None
+    goal = goal if size.endswith("-cpu") else GPU_GOAL
     race_models(
         race,
         f"{model}, {sequences} x {longest}, {share:.0%} padding, {way}, {task}",
-        {"fastformer": ours, "transformers, sdpa": theirs},
+        {"fastformer": changed, "transformers, sdpa": original},
         forward,
         mask.bool(),
         trains=task == "training step",
@@ -132,7 +126,7 @@ def bench_transformers(race: Race, size: str, model: str, way: Way, share: float
         gradient_tolerance=gradient_tolerance,
         parameters=_behind_embeddings,
         rounds=ROUNDS[race.device.type],
-        goal=_goal(size, way, share, task),
+        goal=goal,
     )
 
 
@@ -157,24 +151,25 @@ def bench_sentence_transformers(race: Race, size: str, task: str, competitor: st
         config = transformers.BertConfig(vocab_size=len(words), num_labels=1, **sizes)
         transformers.BertForSequenceClassification(config).save_pretrained(folder)
         scorer, modules = CrossEncoder(folder, device="cpu"), [Transformer(folder), Pooling(384)]
-    theirs: Any = scorer if task == "scoring" else SentenceTransformer(modules=modules, device="cpu")
-    ours = copy.deepcopy(theirs)
-    assert padding_free(ours).packed
+    original: Any = scorer if task == "scoring" else SentenceTransformer(modules=modules, device="cpu")
+    changed = copy.deepcopy(original)
+    assert padding_free(changed).packed
     pairs = list(zip(texts[: TEXTS // 2], texts[TEXTS // 2 :], strict=True))
     options = {"batch_size": BATCH, "convert_to_tensor": True, "show_progress_bar": False}
 
     def forward(model: Any) -> Tensor:
+        output: Tensor
         if task == "training step":
-            embeddings: Tensor = model(dict(model.preprocess(texts[:BATCH])))["sentence_embedding"]
-            return embeddings
-        found: Tensor = model.predict(pairs, **options) if task == "scoring" else model.encode(texts, **options)
-        return found
+            output = model(dict(model.preprocess(texts[:BATCH])))["sentence_embedding"]
+        else:
+            output = model.predict(pairs, **options) if task == "scoring" else model.encode(texts, **options)
+        return output
 
     real = torch.ones({"encoding": TEXTS, "training step": BATCH, "scoring": len(pairs)}[task], dtype=torch.bool)
     race_models(
         race,
-        f"{type(theirs).__name__} of 6 layers, d384, {task}",
-        {"fastformer": ours, "sentence-transformers": theirs},
+        f"{type(original).__name__} of 6 layers, d384, {task}",
+        {"fastformer": changed, "sentence-transformers": original},
         forward,
         real,
         trains=task == "training step",

@@ -2,19 +2,18 @@
 
 2 layers, d 200, 2 heads, feed-forward 200, post-norm with a norm after the last, dropout 0.1 and of the embeddings 0.2,
 untied with an output bias, the 33,278 words of WikiText-2; 20 columns, windows of 35: 700 tokens a step. The output
-projection and its softmax are 9/10 of the multiplications, and logits of 93 MB are what T2 moves through memory several
-times. Random ids stand for words. T2 is written from its description, on torch.nn, time first as the original: the
-encoder is nn.Transformer's, with what that has by itself. Its parameters are copied from ours.
+projection and its softmax are 9/10 of the multiplications, and T2 moves logits of 93 MB through memory several times.
+Random ids stand for words. T2's parameters are copied from fastformer's model.
 """
 
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
 from dataclasses import replace
 
 import pytest
 import torch
 from torch import Tensor, nn
 
+from benchmarks.competitors.training import gated_losses
 from benchmarks.competitors.tutorials import TutorialLanguageModel
 from benchmarks.harness.race import Contender, Race, flat_gradients
 from fastformer.apps.language.model import CLASSICAL, LanguageConfig, LanguageModel, language_model_loss
@@ -49,36 +48,26 @@ def bench_training_step_of_the_language_model(race: Race, size: str) -> None:
     lengths = torch.full((COLUMNS,), BPTT)
     batch = LanguageBatch(ids[:, :-1].flatten(), ids[:, 1:].flatten(), lengths)
     model = LanguageModel(config).to(race.device)
-    competitor = TutorialLanguageModel(model, BPTT).to(race.device)
-    ours: Callable[[], Tensor] = lambda: language_model_loss(model, batch) / batch.tokens  # noqa: E731
-    theirs: Callable[[], Tensor] = lambda: competitor.loss(data, target)  # noqa: E731
+    tutorial = TutorialLanguageModel(model, BPTT).to(race.device)
+    loss: Callable[[], Tensor] = lambda: language_model_loss(model, batch) / batch.tokens  # noqa: E731
+    tutorial_loss: Callable[[], Tensor] = lambda: tutorial.loss(data, target)  # noqa: E731
 
-    values = []
-    for net, loss in ((model, ours), (competitor, theirs)):
-        net.eval()
-        with nullcontext() if net is model else race.competitor():
-            values.append(loss())
-            values[-1].backward()  # type: ignore[no-untyped-call]
-        net.train()
+    losses = gated_losses(race, (model, loss), (tutorial, tutorial_loss))
     if race.fault is None:
-        _gate(race, values, model, competitor)
+        _gate(race, losses, model, tutorial)
+    step, tutorial_step = _fastformer_step(model, loss), _tutorial_step(tutorial, tutorial_loss)
+    name = "T2, torch.nn.TransformerEncoder"
     race(
         f"training step of a word-level language model, d200 2 layers{'' if size == 'usual' else ', 4,000 words'}",
-        Contender("fastformer", _our_step(model, ours), batch.tokens, ours, model.parameters()),
-        Contender(
-            "T2, torch.nn.TransformerEncoder",
-            _their_step(competitor, theirs),
-            batch.tokens,
-            theirs,
-            competitor.parameters(),
-        ),
+        Contender("fastformer", step, batch.tokens, loss, model.parameters()),
+        Contender(name, tutorial_step, batch.tokens, tutorial_loss, tutorial.parameters()),
         rounds=5,
         goal=1.3 if size == "usual" else None,
     )
 
 
 def _gate(race: Race, losses: Sequence[Tensor], model: LanguageModel, competitor: TutorialLanguageModel) -> None:
-    """Losses and gradients of all parameters are the same."""
+    """Require equal losses and gradients of all parameters."""
     race.gate("loss", losses[0], losses[1], 1e-5)
     expected: dict[str, Tensor] = dict(competitor.encoder.named_parameters(prefix="decoder"))
     expected |= {"output.weight": competitor.output.weight, "output.bias": competitor.output.bias}
@@ -89,8 +78,8 @@ def _gate(race: Race, losses: Sequence[Tensor], model: LanguageModel, competitor
     race.gate("gradients", flat_gradients(parameters.values()), flat_gradients(expected[n] for n in parameters), 5e-4)
 
 
-def _our_step(model: nn.Module, loss: Callable[[], Tensor]) -> Callable[[], None]:
-    """As `fastformer.apps.train.Trainer` does it."""
+def _fastformer_step(model: nn.Module, loss: Callable[[], Tensor]) -> Callable[[], None]:
+    """Return a step as `fastformer.apps.train.Trainer` makes it."""
     parameters = list(model.parameters())
     optimizer = torch.optim.SGD(parameters, lr=LR, fused=True)
 
@@ -104,8 +93,8 @@ def _our_step(model: nn.Module, loss: Callable[[], Tensor]) -> Callable[[], None
     return step
 
 
-def _their_step(model: nn.Module, loss: Callable[[], Tensor]) -> Callable[[], None]:
-    """As the tutorial describes it, without an optimiser."""
+def _tutorial_step(model: nn.Module, loss: Callable[[], Tensor]) -> Callable[[], None]:
+    """Return a step as the tutorial describes it, without an optimiser."""
 
     def step() -> None:
         model.zero_grad()

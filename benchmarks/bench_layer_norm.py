@@ -1,13 +1,13 @@
 """Layer norm and RMS norm over bf16 rows, on a GPU; on a CPU fastformer's are torch's own.
 
-Bytes counted for the floor: forward reads x and writes y; backward reads x and dy and writes dx; gradients of weight
+Bytes: forward reads x and writes y; backward reads x and dy and writes dx; gradients of weight
 and bias, means and deviations are small beside them.
 """
 
 import pytest
 import torch.nn.functional as F
 
-from benchmarks.competitors.kernel_packages import liger, quack_layer_norm, quack_rms_norm
+from benchmarks.competitors.kernel_packages import QUACK, liger
 from benchmarks.competitors.ops import Function, leaves, race_functions
 from benchmarks.harness.clock import Work
 from benchmarks.harness.race import DIRECTIONS, Direction, Race
@@ -46,13 +46,13 @@ def _functions(rms: bool, N: int) -> dict[str, Function]:
         return {
             "ours": lambda x, w: functional.rms_norm(x, N, w, eps=EPS),
             "eager": lambda x, w: F.rms_norm(x, (N,), w, EPS),
-            "quack": lambda x, w: quack_rms_norm(x, w, EPS),
+            "quack": lambda x, w: QUACK["rms_norm"](x, w, EPS),
             **{name: lambda x, w, name=name: liger("rms_norm", name)(x, w, EPS) for name in LIGER},
         }
     return {
         "ours": lambda x, w, b: functional.layer_norm(x, N, w, b, eps=EPS),
         "eager": lambda x, w, b: F.layer_norm(x, (N,), w, b, EPS),
-        "quack": lambda x, w, b: quack_layer_norm(x, w, b, EPS),
+        "quack": lambda x, w, b: QUACK["layer_norm"](x, w, b, EPS),
         **{name: lambda x, w, b, name=name: liger("layer_norm", name)(x, w, b, EPS) for name in LIGER},
     }
 

@@ -1,13 +1,14 @@
-"""The drop-in modules against their torch.nn originals on the same padded input: never slower is the goal.
+"""The drop-in modules against their torch.nn originals on the same padded input; the goal is to be never slower.
 
 Masks as in translation: padding on the source, causal and padding on the target; lengths of Multi30k. "eval" is the
 forward pass under no_grad, where torch has its fast path; "train" is forward and backward with dropout 0.1. This
 compares the modules alone, both doing the work on padding; the gain from leaving it out is in bench_training_step.
 
-`bench_one_sentence`, on a CPU: one sentence without padding, so short that what a module asks before it computes shows.
+`bench_one_sentence`, on a CPU: one sentence without padding, so short that a module's checks take a visible share.
 """
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple
 
 import pytest
@@ -43,21 +44,15 @@ class Input(NamedTuple):
 
 
 def _input(device: torch.device) -> Input:
-    batch = typical_batch("random")[0]
+    batch = typical_batch("random")
     lengths = [each[:SENTENCES] for each in (batch.source_lengths, batch.target_lengths)]
     paddings = [(torch.arange(int(each.max())) >= each[:, None]).to(device) for each in lengths]
     source, target = (torch.randn(*padding.shape, WIDTH, device=device) for padding in paddings)
     return Input(source, target, *paddings)
 
 
-def _attention(x: Input, module: Any) -> Tensor:
-    out: Tensor = module(x.source, x.source, x.source, key_padding_mask=x.source_padding, need_weights=False)[0]
-    return out
-
-
-def _transformer(x: Input, module: Any) -> Tensor:
-    out: Tensor = module(x.source, x.target, src_key_padding_mask=x.source_padding, **x.target_masks)
-    return out
+def _attention(x: Input, module: Any, weights: bool) -> Tensor:
+    return module(x.source, x.source, x.source, key_padding_mask=x.source_padding, need_weights=weights)[0]
 
 
 _HEADS: dict[str, Any] = {"embed_dim": WIDTH, "num_heads": HEADS, "dropout": 0.1, "batch_first": True}
@@ -67,12 +62,8 @@ _LAYER: dict[str, Any] = {
 # Case -> class, its arguments, a call.
 CASES: dict[str, tuple[str, dict[str, Any], Callable[[Input, Any], Tensor]]] = {
     "LayerNorm": ("LayerNorm", {"normalized_shape": WIDTH}, lambda x, module: module(x.source)),
-    "MultiheadAttention": ("MultiheadAttention", _HEADS, _attention),
-    "MultiheadAttention with weights": (
-        "MultiheadAttention",
-        _HEADS,
-        lambda x, module: module(x.source, x.source, x.source, key_padding_mask=x.source_padding)[0],
-    ),
+    "MultiheadAttention": ("MultiheadAttention", _HEADS, partial(_attention, weights=False)),
+    "MultiheadAttention with weights": ("MultiheadAttention", _HEADS, partial(_attention, weights=True)),
     "TransformerEncoderLayer": (
         "TransformerEncoderLayer",
         _LAYER,
@@ -83,7 +74,11 @@ CASES: dict[str, tuple[str, dict[str, Any], Callable[[Input, Any], Tensor]]] = {
         _LAYER,
         lambda x, module: module(x.target, x.source, **x.target_masks),
     ),
-    "Transformer 2+2": ("Transformer", {**_LAYER, "num_encoder_layers": 2, "num_decoder_layers": 2}, _transformer),
+    "Transformer 2+2": (
+        "Transformer",
+        {**_LAYER, "num_encoder_layers": 2, "num_decoder_layers": 2},
+        lambda x, module: module(x.source, x.target, src_key_padding_mask=x.source_padding, **x.target_masks),
+    ),
 }
 
 
@@ -105,9 +100,9 @@ def bench_one_sentence(race: Race, size: str, case: str, tokens: int, mode: str)
 
 def _race(race: Race, label: str, case: str, x: Input, mode: str, goal: float) -> None:
     name, arguments, call = CASES[case]
-    theirs = getattr(nn, name)(**arguments).to(race.device)
-    ours = getattr(fastformer, name)(**arguments).to(race.device)
-    ours.load_state_dict(theirs.state_dict())
+    original = getattr(nn, name)(**arguments).to(race.device)
+    module = getattr(fastformer, name)(**arguments).to(race.device)
+    module.load_state_dict(original.state_dict())
     decodes = name in ("TransformerDecoderLayer", "Transformer")
     padding, like = (x.target_padding, x.target) if decodes else (x.source_padding, x.source)
     # torch's fast path has zeros at padding, its documented path has values
@@ -115,8 +110,8 @@ def _race(race: Race, label: str, case: str, x: Input, mode: str, goal: float) -
     race_models(
         race,
         f"{label}, {mode}",
-        {"fastformer": ours, f"torch.nn.{name}": theirs},
-        lambda module: call(x, module),
+        {"fastformer": module, f"torch.nn.{name}": original},
+        partial(call, x),
         real,
         trains=mode == "train",
         tolerance=TOLERANCE,

@@ -1,8 +1,8 @@
-"""nn.MultiheadAttention against ours of the same parameters, with padding and causality, on a GPU.
+"""nn.MultiheadAttention against fastformer's of the same parameters, with padding and causality, on a GPU.
 
 Called in the same way: a bool mask `[L, L]`, True = may not attend, and a bool mask `[B, L]`, True = padding; "default"
-returns the weights too. "packed" is ours without padding, which it takes out and puts back; theirs is then called with
-`need_weights=False`.
+returns the weights too. "packed" is `MultiheadAttention.packed` with packing and unpacking, against `nn.
+MultiheadAttention` with `need_weights=False`.
 
 Useful work: attention's as in `bench_attention`, and four products of all real positions with `[D, D]`; backward twice
 those. Bytes: input, output and parameters, and their gradients.
@@ -37,7 +37,7 @@ GOALS = {"default": 3.0, "need_weights=False": 2.0, "packed": 2.0}
 
 
 def formula(p: AttentionCase, x: Tensor, *parameters: Tensor) -> Tensor:
-    """Multi-head attention `[B, L, D]` -> `[B, L, D]` in plain ops (Vaswani et al. 2017, section 3.2.2)."""
+    """Compute multi-head attention `[B, L, D]` -> `[B, L, D]` in plain ops (Vaswani et al. 2017, section 3.2.2)."""
     weight, bias, out_weight, out_bias = parameters
     mixed = F.linear(x, weight, bias).view(*x.shape[:2], 3, p.heads, p.head_size)
     q, k, v = mixed.permute(2, 0, 3, 1, 4)  # [B, H, L, K]
@@ -47,7 +47,7 @@ def formula(p: AttentionCase, x: Tensor, *parameters: Tensor) -> Tensor:
 
 
 def expected(p: AttentionCase, inputs: list[Tensor], upstream: Tensor) -> list[Tensor]:
-    """Output and gradients in fp64, by the sequence: causality alone hides padding on the right from what is real."""
+    """Return output and gradients in fp64, by the sequence: causality alone hides padding on the right."""
     x, *parameters = inputs
     rows = [fp64_results(partial(formula, p), [x[b : b + 1], *parameters], upstream[b : b + 1]) for b in range(p.batch)]
     outputs, gradients, *of_parameters = zip(*rows, strict=True)
@@ -55,7 +55,7 @@ def expected(p: AttentionCase, inputs: list[Tensor], upstream: Tensor) -> list[T
 
 
 def work(p: AttentionCase, direction: Direction) -> Work:
-    """Attention's operations and those of the projections; bytes of what is read and written once."""
+    """Return the operations of attention and projections, and the bytes of what is read and written once."""
     width, positions = p.heads * p.head_size, int(p.lengths.sum())
     times = {"forward": 1, "backward": 2, "both": 3}[direction]
     passes = {"forward": 2, "backward": 3, "both": 5}[direction]  # x, y; x, dy and dx
@@ -76,32 +76,33 @@ def bench_multihead_attention(race: Race, shape: str, competitor: str, call: str
     p = attention_case(race, SHAPES[shape])
     width = p.heads * p.head_size
     settings: dict[str, Any] = {"batch_first": True, "device": race.device, "dtype": p.dtype}
-    theirs = nn.MultiheadAttention(width, p.heads, **settings)
-    ours = fastformer.MultiheadAttention(width, p.heads, **settings)
-    ours.in_proj_weight, ours.in_proj_bias, ours.out_proj = theirs.in_proj_weight, theirs.in_proj_bias, theirs.out_proj
-    nn.init.normal_(theirs.in_proj_bias)
-    nn.init.normal_(theirs.out_proj.bias)
+    other = nn.MultiheadAttention(width, p.heads, **settings)
+    module = fastformer.MultiheadAttention(width, p.heads, **settings)
+    module.in_proj_weight, module.in_proj_bias, module.out_proj = (
+        other.in_proj_weight,
+        other.in_proj_bias,
+        other.out_proj,
+    )
+    nn.init.normal_(other.in_proj_bias)
+    nn.init.normal_(other.out_proj.bias)
     x = torch.randn(p.batch, p.length, width, device=race.device).to(p.dtype).requires_grad_()
-    inputs = [x, *theirs.parameters()]
+    inputs = [x, *other.parameters()]
     upstream = torch.randn_like(x) * p.real[..., None]
 
-    def padded(module: nn.MultiheadAttention) -> Tensor:
+    def padded(net: nn.MultiheadAttention) -> Tensor:
         weights = call == "default"
-        out: Tensor = module(x, x, x, key_padding_mask=~p.real, attn_mask=p.look_ahead, need_weights=weights)[0]
-        return out
+        return net(x, x, x, key_padding_mask=~p.real, attn_mask=p.look_ahead, need_weights=weights)[0]
 
     def fused() -> Tensor:
         with fastformer.backend(race.backend):
-            return padded(ours)
-
-    def packed() -> Tensor:
-        with fastformer.backend(race.backend):
-            return unpack(ours.packed(pack(x, p.layout), p.layout, causal=True), p.layout)
+            if call == "packed":
+                return unpack(module.packed(pack(x, p.layout), p.layout, causal=True), p.layout)
+            return padded(module)
 
     race.op(
         f"{case_name('nn.MultiheadAttention', SHAPES[shape], p)}, {call}",
-        Op("fastformer", packed if call == "packed" else fused, inputs),
-        Op(competitor, lambda: padded(theirs), inputs),
+        Op("fastformer", fused, inputs),
+        Op(competitor, lambda: padded(other), inputs),
         upstream=upstream,
         expected=expected(p, inputs, upstream),
         tolerance=TOLERANCE if race.dtype == torch.bfloat16 else FP32_TOLERANCE,

@@ -1,11 +1,10 @@
 """torch.nn's models with padding masks, as their users run them, against the same models after `fastformer.convert`.
 
-Only the line `fastformer.convert(model)` differs: modules, parameters, padded batches and masks are the same. A
-training step is forward and backward with dropout 0.1; "inference" is under no_grad in evaluation mode. Speeds are real
-positions a second. Shares of padding: 55 % and 6.5 %, what random and bucketed batches of Multi30k en-de have; the
-encoder alone gets 32 sequences of up to 64 (d512, 6 layers) with those shares. In inference torch's post-norm encoder
-skips padding too (batch first, no other mask), so there is little left to gain: counted in matrix products, at most
-1.0x for the encoder and 1.7x for nn.Transformer at 55 %. "quick" is an encoder of 2 layers, d256.
+A training step is forward and backward with dropout 0.1; "inference" is under no_grad in evaluation mode. Speeds are
+real positions a second. Shares of padding: 55 % and 6.5 %, those of random and bucketed batches of Multi30k en-de; the
+encoder alone gets 32 sequences of up to 64 (d512, 6 layers). In inference torch's post-norm encoder skips padding too:
+counted in matrix products, at most 1.0x is possible for the encoder and 1.7x for nn.Transformer at 55 %. "quick" is an
+encoder of 2 layers, d256.
 """
 
 import copy
@@ -28,19 +27,19 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}  # bf16: by autocast
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2e-2}  # of the output at real positions
 # Rounding decides on which side of ReLU's kink one activation in some millions falls; each time, one of some thousand
 # tokens has another gradient. Against fp64 (nn.Transformer d256 3+3, two seeds) torch's gradients are off by 2e-4 and
-# 5e-7, ours by 7e-4 and 1e-4.
+# 5e-7, fastformer's by 7e-4 and 1e-4.
 GRADIENT_TOLERANCE = {torch.float32: 5e-3, torch.bfloat16: 5e-2}
 
 
 def _padding(lengths: Tensor, device: torch.device) -> Tensor:
-    """True where `[B, L]` is padding."""
+    """Return bool `[B, L]`, True at padding."""
     return (torch.arange(int(lengths.max())) >= lengths[:, None]).to(device)
 
 
 def _race(
     race: Race,
     case: str,
-    theirs: nn.Module,
+    original: nn.Module,
     call: Callable[[Any], Tensor],
     paddings: list[Tensor],
     mode: str,
@@ -50,8 +49,8 @@ def _race(
     """Convert a copy of a model of torch.nn; the last padding is that of the output."""
     if dtype == torch.bfloat16 and race.device.type == "cpu" and not race.tiny:
         pytest.skip("bf16 at this size takes minutes on a CPU without instructions for it")
-    ours = copy.deepcopy(theirs)
-    report = fastformer.convert(ours)
+    converted = copy.deepcopy(original)
+    report = fastformer.convert(converted)
     assert not report.padded, str(report)
 
     def forward(model: nn.Module) -> Tensor:
@@ -62,7 +61,7 @@ def _race(
     race_models(
         race,
         f"{case}, {mode}, {100 * share:.1f} % padding{'' if dtype == torch.float32 else ', bf16'}",
-        {"fastformer.convert": ours, f"torch.nn.{type(theirs).__name__}": theirs},
+        {"fastformer.convert": converted, f"torch.nn.{type(original).__name__}": original},
         forward,
         ~paddings[-1],
         trains=mode == "training step",
@@ -89,14 +88,14 @@ def bench_encoder(race: Race, size: str, norm_first: bool, dtype: str, share: fl
     width, layers = (TINY_WIDTH, 1) if race.tiny else (256, 2) if size == "quick" else (WIDTH, LAYERS)
     longest = TINY_LONGEST if race.tiny else LONGEST
     layer = nn.TransformerEncoderLayer(width, width // HEAD, 4 * width, 0.1, batch_first=True, norm_first=norm_first)
-    theirs = nn.TransformerEncoder(layer, layers, nn.LayerNorm(width) if norm_first else None).to(race.device)
+    model = nn.TransformerEncoder(layer, layers, nn.LayerNorm(width) if norm_first else None).to(race.device)
     padding = _padding(torch.from_numpy(uniform_lengths(SEQUENCES, longest, share)), race.device)
     x = torch.randn(SEQUENCES, longest, width, device=race.device)
     _race(
         race,
         f"TransformerEncoder d{width} x{layers}, {'pre' if norm_first else 'post'}-norm",
-        theirs,
-        lambda model: model(x, src_key_padding_mask=padding),
+        model,
+        lambda net: net(x, src_key_padding_mask=padding),
         [padding],
         mode,
         DTYPES[dtype],
@@ -115,8 +114,8 @@ def bench_transformer(
 ) -> None:
     width, layers = (TINY_WIDTH, 1) if race.tiny else (256, 3) if size == "usual" else (WIDTH, LAYERS)
     settings: dict[str, Any] = {"dropout": 0.1, "batch_first": True, "norm_first": norm_first}
-    theirs = nn.Transformer(width, width // HEAD, layers, layers, 4 * width, **settings).to(race.device)
-    batch = typical_batch(batches)[0]
+    model = nn.Transformer(width, width // HEAD, layers, layers, 4 * width, **settings).to(race.device)
+    batch = typical_batch(batches)
     paddings = [_padding(lengths, race.device) for lengths in (batch.source_lengths, batch.target_lengths)]
     source, target = (torch.randn(*each.shape, width, device=race.device) for each in paddings)
     T = target.shape[1]
@@ -130,8 +129,8 @@ def bench_transformer(
     _race(
         race,
         f"Transformer d{width} {layers}+{layers}, {'pre' if norm_first else 'post'}-norm, {batches} batches",
-        theirs,
-        lambda model: model(source, target, **masks),
+        model,
+        lambda net: net(source, target, **masks),
         paddings,
         mode,
         DTYPES[dtype],

@@ -36,7 +36,7 @@ RUNS = with_cpu(
 
 
 def rotate_half(x: Tensor, interleaved: bool) -> Tensor:
-    """(a, b) -> (-b, a)."""
+    """Map pairs (a, b) to (-b, a)."""
     if interleaved:
         return torch.stack([-x[..., 1::2], x[..., ::2]], -1).flatten(-2)
     a, b = x.chunk(2, -1)

@@ -2,8 +2,8 @@
 
 Forward, backward and AdamW; fp32, dropout 0.1. Length: lengths on both sides spread evenly from a tenth of the longest
 to the longest, 45 % padding, as many sentences as give about the same number of positions; 1+1 layers of d256. Batch:
-so many pairs with the lengths of Multi30k in random order; 3+3 layers of d256. Width: 64 such pairs, 3+3 layers. What
-memory a side has no room for is a result too.
+so many pairs with the lengths of Multi30k in random order; 3+3 layers of d256. Width: 64 such pairs, 3+3 layers.
+Running out of memory is a result too.
 """
 
 from dataclasses import replace
@@ -11,22 +11,19 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from benchmarks.competitors.training import race_training
-from benchmarks.harness.lengths import SPECIAL, VOCABULARY, random_pairs, random_sequences
+from benchmarks.competitors.training import CONFIGS, TINY, race_training
+from benchmarks.harness.lengths import SPECIAL, random_pairs, random_sequences
 from benchmarks.harness.race import Race
 from fastformer.apps.text import EncodedPairs
 from fastformer.apps.translation.model import TranslationConfig
 
-MODEL = TranslationConfig(
-    VOCABULARY, VOCABULARY, d_model=256, heads=4, encoder_layers=3, decoder_layers=3, feed_forward=1024
-)
+MODEL = CONFIGS["usual"]
 POSITIONS = {"cpu": 4096, "cuda": 32768}  # of a batch in `bench_length`, padding counted, a side
 ROUNDS = {"cpu": 3, "cuda": 10}
-TINY = replace(MODEL, d_model=32, heads=2, encoder_layers=1, decoder_layers=1, feed_forward=64)
 
 
 def spread_pairs(longest: int, sentences: int) -> EncodedPairs:
-    """Pairs of random ids; lengths on both sides, eos or bos counted, spread from a tenth of the longest to it."""
+    """Return pairs of random ids; lengths on both sides, eos or bos counted, from a tenth of the longest to it."""
     random = np.random.default_rng(0)
     sides = []
     for _ in range(2):

@@ -17,25 +17,12 @@ import pytest
 import torch
 
 from benchmarks.competitors.known import require
-from benchmarks.competitors.training import race_graphs, race_training
+from benchmarks.competitors.training import CONFIGS, TINY, race_graphs, race_training
 from benchmarks.harness.lengths import VOCABULARY, first_pairs, random_pairs, typical_pairs
 from benchmarks.harness.race import Race
-from fastformer.apps.translation.model import TranslationConfig
 
 Size = Literal["quick", "usual", "full"]
 
-CONFIGS = {
-    "quick": TranslationConfig(
-        VOCABULARY, VOCABULARY, d_model=128, heads=2, encoder_layers=2, decoder_layers=2, feed_forward=512
-    ),
-    "usual": TranslationConfig(
-        VOCABULARY, VOCABULARY, d_model=256, heads=4, encoder_layers=3, decoder_layers=3, feed_forward=1024
-    ),
-    "full": TranslationConfig(VOCABULARY, VOCABULARY),
-}
-TINY = TranslationConfig(
-    VOCABULARY, VOCABULARY, d_model=32, heads=2, encoder_layers=1, decoder_layers=1, feed_forward=64
-)
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 ROUNDS = {"quick": 2, "usual": 3, "full": 2}  # on a CPU a full step takes 5 to 15 s
 # Batches and dtype -> goal on a CPU, and on a GPU against eager and compiled. In bf16 a GPU waits for the host on both

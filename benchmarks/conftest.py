@@ -25,7 +25,7 @@ from benchmarks.harness.record import Record
 from benchmarks.report import whole_table
 
 HERE = Path(__file__).parent
-_CPU_SECONDS, _QUICK_SECONDS = 6.0, 2.0  # of the rounds of a case on a CPU, unless --full
+_CPU_SECONDS, _QUICK_SECONDS = 6.0, 1.0  # of the rounds of a case on a CPU, unless --full
 _RECORD = pytest.StashKey[Record]()
 
 
@@ -88,8 +88,7 @@ def race(
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Leave out cases of the other device, and give pytest-benchmark's own columns the same clock.
 
-    Cases marked `cpu` have shapes for a CPU and are left out on a GPU. The size of a case is its parameter `size`, or
-    the beginning of the name of a shape. "usual" sizes take minutes on a CPU; on a GPU `-k quick` includes them.
+    Cases marked `cpu` have shapes for a CPU and are left out on a GPU. On a GPU `-k quick` includes "usual" sizes.
     """
     gpu, dry = torch.cuda.is_available(), bool(config.getoption("--dry-run"))
     cases = [item for item in items if item.path.is_relative_to(HERE)]
@@ -123,8 +122,8 @@ def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> Non
             write("A dry run: tiny shapes, kernels in the interpreter. Nothing was timed.")
         rates = [row.matmul_rate / 1e9 for row in record.rows if row.matmul_rate is not None]
         if rates:
-            said = f"fp32 matrix product {min(rates):,.0f} to {max(rates):,.0f} GFLOP/s beside the cases"
-            write(f"torch {torch.__version__}; {said}")
+            products = f"fp32 matrix product {min(rates):,.0f} to {max(rates):,.0f} GFLOP/s beside the cases"
+            write(f"torch {torch.__version__}; {products}")
         write(whole_table(record.rows))
     skipped = sum(
         isinstance(report.longrepr, tuple) and report.longrepr[2].endswith(NEEDS_GPU)

@@ -11,7 +11,7 @@ cache of compiled kernels. A seed begins only if the time left covers the budget
 - RECIPE-SEED: the run folder, and RECIPE-SEED.txt, the translations of the test set
 - log.txt: the output of the commands
 
-A seed whose run folder exists is not trained again. Exit code: 1 if a command failed, 2 for invalid arguments, else 0.
+Exit code: 1 if a command failed, 2 for invalid arguments, else 0.
 """
 
 import argparse
@@ -28,35 +28,32 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import torch
+
 from benchmarks.harness import environment
 from benchmarks.lane import run_command
 
 GRACE = 25.0  # seconds from the interruption of a training to its end
 MARGIN = 25.0  # seconds of a seed beside the budget of its recipe: start, data, evaluation
-MIN, MAX = "at least", "at most"
-# By recipe: value of the record, bound. Seconds count from the start of `fastformer train` to its end.
-GOALS: Mapping[str, Sequence[tuple[str, str, float]]] = {
-    "multi30k-en-de-gpu": (("BLEU", MIN, 40.0), ("BLEU, Moses tokens", MIN, 41.0), ("training seconds", MAX, 180)),
-    "multi30k-en-fr-gpu": (("BLEU, Moses tokens", MIN, 61.5),),
-    "wikitext2-word-gpu": (("perplexity", MAX, 80), ("training seconds", MAX, 300)),
+BEAM = 5
+# By recipe and value. Seconds count from the start of `fastformer train` to its end.
+GOALS: Mapping[str, Mapping[str, float]] = {
+    "multi30k-en-de-gpu": {"BLEU": 40.0, "BLEU, Moses tokens": 41.0, "training seconds": 180},
+    "multi30k-en-fr-gpu": {"BLEU, Moses tokens": 61.5},
+    "wikitext2-word-gpu": {"perplexity": 80, "training seconds": 300},
 }
+LOWER_IS_BETTER = ("perplexity", "training seconds")
 _SCORE = re.compile(r"^(BLEU|chrF|perplexity) ([\d.,]+)", re.MULTILINE)
 
 
 class Recipe(NamedTuple):
-    """A file of settings, and the folder of its dataset."""
+    """A file of settings, and the folder of its prepared dataset."""
 
     path: Path
     settings: Mapping[str, Any]
-    dataset: str | None = None
-
-    @property
-    def is_language(self) -> bool:
-        return bool(self.settings.get("run", {}).get("kind") == "language")
-
-    @property
-    def seconds(self) -> float:
-        return MARGIN + 60 * float(self.settings.get("train", {}).get("minutes", 0.0))
+    dataset: Path | None
+    is_language: bool
+    seconds: float  # of a seed
 
 
 def read_recipe(path: Path, data: Path | None, out: Path) -> Recipe:
@@ -68,79 +65,58 @@ def read_recipe(path: Path, data: Path | None, out: Path) -> Recipe:
     from fastformer.apps.text import prepare
 
     settings = tomllib.loads(path.read_text(encoding="utf-8"))
+    is_language = settings.get("run", {}).get("kind") == "language"
+    seconds = MARGIN + 60 * float(settings.get("train", {}).get("minutes", 0.0))
     name = Path(settings.get("data", {}).get("dataset", "")).name
     if name in ("", "numbers", "docstrings"):  # files of the recipe, or built in
-        return Recipe(path, settings)
+        return Recipe(path, settings, None, is_language, seconds)
     if data is None:
         raise ValueError(f"--data: the dataset {name} of {path} needs the folder of its published files")
     folder = out / "data" / name
     if not folder.is_dir():
         published = [each for each in sorted(data.glob("*/")) if each.name.replace("-", "") == name]
         prepare(name, published[0] if published else data, folder)
-    return Recipe(path, settings, str(folder))
+    return Recipe(path, settings, folder, is_language, seconds)
 
 
-class Session:
-    """Trainings of one call of the command, until a moment of `time.monotonic`."""
-
-    def __init__(self, options: argparse.Namespace, out: Path, train_options: Sequence[str]) -> None:
-        import torch
-
-        self.options, self.out, self.train_options = options, out, train_options
-        self.end: float = time.monotonic() + 60 * options.minutes
-        self.log = out / "log.txt"
-        self.gpu = torch.cuda.is_available() and options.device != "cpu"
-        self.machine = environment.facts(torch.device("cuda" if self.gpu else "cpu"))
-
-    def left(self) -> float:
-        return self.end - time.monotonic() - GRACE
-
-    def train(self, recipe: Recipe, run: Path, *more: str) -> str:
-        """Train a recipe into a run folder; return the state of the command."""
-        command = [sys.executable, "-m", "fastformer", "train", *(["lm"] if recipe.is_language else [])]
-        command += ["--config", str(recipe.path), "--run", str(run), "--device", self.options.device]
-        command += [] if recipe.dataset is None else ["--dataset", recipe.dataset]
-        return run_command([*command, *self.train_options, *more], max(1.0, self.left()), self.log, GRACE)
-
-    def evaluate(self, recipe: Recipe, run: Path) -> dict[str, float]:
-        """Return the scores of a run on its test set."""
-        translations, output = run.with_suffix(".txt"), run.with_suffix(".scores")
-        command = [sys.executable, "-m", "fastformer", "evaluate", "--run", str(run), "--device", self.options.device]
-        if not recipe.is_language:
-            command += ["--beam", str(self.options.beam), "--output", str(translations)]
-        run_command(command, max(1.0, self.left() + GRACE), output)
-        matches = _SCORE.findall(output.read_text(encoding="utf-8"))
-        scores = {name: float(value.replace(",", "")) for name, value in matches}
-        if not recipe.is_language and recipe.dataset and translations.is_file():
-            scores |= moses_bleu(translations, Path(recipe.dataset), recipe.settings["data"]["target"])
-        return scores
-
-    def seed(self, recipe: Recipe, seed: int) -> str:
-        """Train and evaluate one seed, and record it; return its state."""
-        run = self.out / f"{recipe.path.stem}-{seed}"
-        if run.exists():
-            return f"{run.name}: not trained again"
-        if self.left() < recipe.seconds:
-            return f"{run.name}: left out, {self.left():.0f} s were left"
-        begin = time.monotonic()
-        state = self.train(recipe, run, "--seed", str(seed))
-        row: dict[str, Any] = {"recipe": recipe.path.stem, "seed": seed, "state": state, "machine": self.machine}
-        row |= {"options": list(self.train_options), "at once": self.options.at_once}
-        row["training seconds"] = time.monotonic() - begin
-        if (run / "metrics.jsonl").is_file():
-            row |= speed(run / "metrics.jsonl") | self.evaluate(recipe, run)
-        row["goals"] = judged(recipe.path.stem, row)
-        with (self.out / "record.jsonl").open("a", encoding="utf-8") as file:
-            file.write(json.dumps(row) + "\n")
-        return f"{run.name}: {state}"
+def train(recipe: Recipe, run: Path, options: argparse.Namespace, *more: str) -> str:
+    """Train a recipe into a run folder; return the state of the command."""
+    command = [sys.executable, "-m", "fastformer", "train", *(["lm"] if recipe.is_language else [])]
+    command += ["--config", str(recipe.path), "--run", str(run)]
+    command += [] if recipe.dataset is None else ["--dataset", str(recipe.dataset)]
+    seconds = options.end - time.monotonic() - GRACE
+    return run_command([*command, *options.train, *more], max(1.0, seconds), options.out / "log.txt", GRACE)
 
 
-def speed(metrics: Path) -> dict[str, float]:
-    """Return steps, and the median of tokens per second over the records, which leaves out compilation."""
-    records = [json.loads(line) for line in metrics.read_text(encoding="utf-8").splitlines()]
-    rates = [record["tokens_per_second"] for record in records if record["kind"] == "train"]
-    steps = {"steps": records[-1]["step"]} if records else {}
-    return steps | ({"tokens/s": statistics.median(rates)} if rates else {})
+def evaluate(recipe: Recipe, run: Path, seconds: float) -> dict[str, float]:
+    """Return the scores of a run on its test set."""
+    translations, output = run.with_suffix(".txt"), run.with_suffix(".scores")
+    command = [sys.executable, "-m", "fastformer", "evaluate", "--run", str(run)]
+    command += [] if recipe.is_language else ["--beam", str(BEAM), "--output", str(translations)]
+    run_command(command, max(1.0, seconds), output)
+    matches = _SCORE.findall(output.read_text(encoding="utf-8"))
+    scores = {name: float(value.replace(",", "")) for name, value in matches}
+    if recipe.dataset is not None and translations.is_file():
+        scores |= moses_bleu(translations, recipe.dataset, recipe.settings["data"]["target"])
+    return scores
+
+
+def run_seed(recipe: Recipe, seed: int, options: argparse.Namespace) -> str:
+    """Train and evaluate one seed, and record it; return its state."""
+    run = options.out / f"{recipe.path.stem}-{seed}"
+    begin = time.monotonic()
+    if (left := options.end - begin - GRACE) < recipe.seconds:
+        return f"{run.name}: left out, {left:.0f} s were left"
+    state = train(recipe, run, options, "--seed", str(seed))
+    row: dict[str, Any] = {"recipe": recipe.path.stem, "seed": seed, "state": state, "machine": options.machine}
+    row |= {"options": options.train, "at once": options.at_once, "training seconds": time.monotonic() - begin}
+    if (metrics := run / "metrics.jsonl").is_file() and not state.startswith("failed"):
+        last = json.loads(metrics.read_text(encoding="utf-8").splitlines()[-1])
+        row |= {"steps": last["step"]} | evaluate(recipe, run, options.end - time.monotonic())
+    row["goals"] = reached_goals(recipe.path.stem, row)
+    with (options.out / "record.jsonl").open("a", encoding="utf-8") as file:
+        file.write(json.dumps(row) + "\n")
+    return f"{run.name}: {state}"
 
 
 def moses_bleu(translations: Path, dataset: Path, language: str) -> dict[str, float]:
@@ -163,12 +139,12 @@ def moses_bleu(translations: Path, dataset: Path, language: str) -> dict[str, fl
     return {"BLEU, Moses tokens": score}
 
 
-def judged(recipe: str, row: Mapping[str, Any]) -> dict[str, bool]:
-    """Return for each goal whether a row reaches it; goals whose value is missing are left out."""
+def reached_goals(recipe: str, row: Mapping[str, Any]) -> dict[str, bool]:
+    """Return for each goal with a value in the row whether the row reaches it."""
     return {
-        f"{value} {bound} {limit:g}": row[value] >= limit if bound == MIN else row[value] <= limit
-        for value, bound, limit in GOALS.get(recipe, ())
-        if value in row
+        f"{name} {limit:g}": row[name] <= limit if name in LOWER_IS_BETTER else row[name] >= limit
+        for name, limit in GOALS.get(recipe, {}).items()
+        if name in row
     }
 
 
@@ -183,8 +159,8 @@ def summary(record: Path) -> list[str]:
             deviation = f" ± {statistics.stdev(values):.2f}" if len(values) > 1 else ""
             lines.append(f"{recipe}, {name}: {statistics.mean(values):,.2f}{deviation}, {len(values)} seeds")
         for goal in dict.fromkeys(goal for row in group for goal in row["goals"]):
-            held = [row["goals"][goal] for row in group if goal in row["goals"]]
-            lines.append(f"{recipe}, goal {goal}: reached by {sum(held)} of {len(held)}")
+            reached = [row["goals"][goal] for row in group if goal in row["goals"]]
+            lines.append(f"{recipe}, goal {goal}: reached by {sum(reached)} of {len(reached)}")
     return lines
 
 
@@ -196,43 +172,41 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     add("--seeds", default="1,2,3", metavar="N,...", help="default: 1,2,3")
     add("--minutes", type=float, default=9.0, help="of all seeds together (default: 9)")
     add("--at-once", type=int, default=1, metavar="N", help="seeds in parallel; each is then slower (default: 1)")
-    add("--out", type=Path, help="folder of the results (default: a new one, printed)")
-    add("--device", default="auto", help="default: a GPU if there is one")
-    add("--beam", type=int, default=5, help="for the translation of the test set (default: 5)")
-    options = parser.parse_args(arguments)
+    add("--out", type=Path, required=True, help="folder of the results")
+    end = arguments.index("--") if "--" in arguments else len(arguments)
+    options = parser.parse_args(arguments[:end])
+    options.train = list(arguments[end + 1 :])
     try:
         options.seeds = sorted({int(seed) for seed in options.seeds.split(",")})
     except ValueError:
         parser.error(f"--seeds is {options.seeds!r}; allowed are whole numbers such as 1,2,3")
     if not options.minutes > 0 or options.at_once < 1:
         parser.error("--minutes must be above 0, --at-once 1 or more")
+    options.end = time.monotonic() + 60 * options.minutes
+    try:
+        options.machine = environment.facts(torch.device("cuda" if torch.cuda.is_available() else "cpu"))
+        options.recipes = [read_recipe(path, options.data, options.out) for path in options.recipe]
+    except (ValueError, OSError, ImportError) as error:
+        parser.error(" ".join(str(error).splitlines()))
     return options
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Train and evaluate the seeds, and print the summary."""
-    given = list(sys.argv[1:] if arguments is None else arguments)
-    place = given.index("--") if "--" in given else len(given)
-    options, train_options = parse(given[:place]), given[place + 1 :]
-    try:
-        out = (options.out or Path(tempfile.mkdtemp(prefix="recipes-"))).resolve()
-        out.mkdir(parents=True, exist_ok=True)
-        session = Session(options, out, train_options)
-        recipes = [read_recipe(path, options.data, out) for path in options.recipe]
-    except (ValueError, OSError, ImportError) as error:
-        print(f"error: {' '.join(str(error).splitlines())}", file=sys.stderr)
-        return 2
-    print(f"results in {out}", flush=True)
-    for recipe in recipes if session.gpu else ():
+    options = parse(sys.argv[1:] if arguments is None else arguments)
+    options.out.mkdir(parents=True, exist_ok=True)
+    for recipe in options.recipes if torch.cuda.is_available() else ():
         with tempfile.TemporaryDirectory() as folder:
-            session.train(recipe, Path(folder) / "run", "--steps", "30", "--validate-every", "30", "--average", "1")
+            train(recipe, Path(folder) / "run", options, "--steps", "30", "--validate-every", "30", "--average", "1")
     states = []
     with ThreadPoolExecutor(options.at_once) as threads:
-        jobs = [threads.submit(session.seed, recipe, seed) for recipe in recipes for seed in options.seeds]
-        for state in (job.result() for job in jobs):
+        seeds = [
+            threads.submit(run_seed, recipe, seed, options) for recipe in options.recipes for seed in options.seeds
+        ]
+        for state in (seed.result() for seed in seeds):
             print(state, flush=True)
             states.append(state)
-    print("\n".join(summary(out / "record.jsonl")))
+    print("\n".join(summary(options.out / "record.jsonl")))
     return int(any(": failed" in state for state in states))
 
 

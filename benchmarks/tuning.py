@@ -1,30 +1,29 @@
-"""Time the tile that each attention kernel takes against its neighbours, on a GPU.
+"""Time the tile that each attention kernel takes against similar ones, on a GPU.
 
     python -m benchmarks.tuning --minutes 2 --out tuning.jsonl              # as many cases as fit
     python -m benchmarks.tuning --only 'attention backward*' --write-tiles  # the library then takes the fastest tiles
     TRITON_INTERPRET=1 python -m benchmarks.tuning --dry-run                # checks the code without a GPU
 
-The chosen tile is timed in turn with each neighbour, as CUDA graphs, so that the host does not count. A ratio is the
-median of chosen / neighbour. Tiles that do not compile, do not fit or compute something else are recorded as such.
-Other processes compile a case's tiles into Triton's cache on disk first, because compiling takes longer than timing.
+The chosen tile is timed in turn with each similar one, as CUDA graphs, so that the host does not count. A ratio is the
+median of chosen / other. Tiles that do not compile, do not fit or compute something else are recorded as such. The
+tiles of a case are compiled at the same time, because compiling takes longer than timing.
 """
 
 import argparse
 import fnmatch
 import json
 import math
-import multiprocessing
 import os
 import statistics
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import ProcessPoolExecutor
-from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import asdict, dataclass
-from functools import lru_cache, partial
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, suppress
+from contextvars import copy_context
+from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 from unittest import mock
 
 import torch
@@ -35,6 +34,7 @@ from benchmarks.harness.clock import Call, Stopwatch
 from benchmarks.harness.race import relative_error
 from fastformer_kernels.attention import backward, decode, forward, tiles
 from fastformer_kernels.attention.arguments import Arguments
+from fastformer_kernels.host.launch import only_compiled
 
 Config = dict[str, int]
 Kernel = Callable[..., Sequence[Tensor]]
@@ -43,7 +43,6 @@ ROUNDS = 15
 FASTER = 1.03  # ratio above which another tile replaces the chosen one
 TOLERANCE = 1e-2  # bf16 rounds to 4e-3, and another tile adds in another order
 LIMITS = {"BLOCK_T": (16, 256), "BLOCK_S": (16, 256), "num_warps": (1, 16), "num_stages": (1, 5)}
-_MOST_WORKERS = 12
 
 
 class Case(NamedTuple):
@@ -61,31 +60,36 @@ class Case(NamedTuple):
         with tile_replaced(config):
             return call()
 
-    def chosen(self, call: Kernel) -> tuple[Config, str]:
-        """Return the configuration that the library takes, and for tiles the `Call.key` by which it is chosen."""
-        if self.options:
-            return self.options[0], ""
-        with tile_replaced({}) as asked:
-            call()
-        return dict(tiles.choose(asked[0])), asked[0].key
+
+class Trial(NamedTuple):
+    """One configuration beside the chosen one; times in seconds, `ratio` = chosen / this, None where not timed."""
+
+    kernel: str
+    shape: str
+    chosen: Config
+    config: Config
+    status: str  # measured, dry run, or why it was not timed
+    seconds: float | None = None
+    ratio: float | None = None
+    key: str = ""  # of an attention kernel's calls (`Call.key`)
 
 
 @contextmanager
 def tile_replaced(tile: Config) -> Iterator[list[tiles.Call]]:
-    """Let the launchers take a tile inside the block; yields the calls that asked for one."""
-    asked: list[tiles.Call] = []
+    """Let the launchers take a tile inside the block; yield the calls that needed one."""
+    calls: list[tiles.Call] = []
     choose = tiles.choose
 
-    def chosen(call: tiles.Call) -> Mapping[str, int]:
-        asked.append(call)
+    def replaced(call: tiles.Call) -> Mapping[str, int]:
+        calls.append(call)
         return {**choose(call), **tile}
 
-    with mock.patch.object(tiles, "choose", chosen):
-        yield asked
+    with mock.patch.object(tiles, "choose", replaced):
+        yield calls
 
 
-def neighbours(chosen: Config) -> list[Config]:
-    """Return the tiles around one.
+def similar_tiles(chosen: Config) -> list[Config]:
+    """Return the tiles one step away.
 
     One number is doubled or halved (stages: one more or less); a block and the warps are both doubled or both halved,
     which leaves a thread its share; one block is doubled and the other halved.
@@ -105,21 +109,17 @@ def neighbours(chosen: Config) -> list[Config]:
     return [{**chosen, **each} for each in stepped if all(chosen[name] != value for name, value in each.items())]
 
 
-def _randn(device: torch.device, *shape: int, dtype: torch.dtype) -> Tensor:
-    return torch.randn(*shape, device=device).to(dtype)
-
-
 def _attention_cases(B: int, H: int, L: int, K: int, dtype: torch.dtype = torch.bfloat16) -> Iterator[Case]:
     arguments = Arguments(queries=L, keys=L, scale=K**-0.5, right=0)  # causal, no padding, no mask, no dropout
 
     def run_forward(device: torch.device) -> Kernel:
-        q, k, v = (_randn(device, B, H, L, K, dtype=dtype) for _ in range(3))
+        q, k, v = torch.randn(3, B, H, L, K, device=device).to(dtype)
         return lambda: forward.forward(q, k, v, *arguments)
 
-    def run_backward(wants_q: bool, wants_keys: bool, fast: int, device: torch.device) -> Kernel:
-        q, k, v, dout = (_randn(device, B, H, L, K, dtype=dtype) for _ in range(4))
+    def run_backward(needs_q: bool, needs_keys: bool, fast: int, device: torch.device) -> Kernel:
+        q, k, v, dout = torch.randn(4, B, H, L, K, device=device).to(dtype)
         out, lse = forward.forward(q, k, v, *arguments)
-        inputs = (dout, q, k, v, out, lse, None, None, wants_q, wants_keys)
+        inputs = (dout, q, k, v, out, lse, None, None, needs_q, needs_keys)
 
         def call(fast: int = fast) -> list[Tensor]:
             return [x for x in backward.backward(*inputs, bool(fast), *arguments) if x.numel()]
@@ -138,7 +138,7 @@ def _attention_cases(B: int, H: int, L: int, K: int, dtype: torch.dtype = torch.
 
 def _decode_cases(B: int, H: int, S: int, K: int, dtype: torch.dtype = torch.bfloat16) -> Iterator[Case]:
     def prepare(device: torch.device) -> Kernel:
-        q, k, v = (_randn(device, B, H, rows, K, dtype=dtype) for rows in (1, S, S))
+        q, k, v = (torch.randn(B, H, rows, K, device=device).to(dtype) for rows in (1, S, S))
         arguments = Arguments(queries=1, keys=S, scale=K**-0.5)
 
         def call(split: int = 1) -> list[Tensor]:
@@ -151,99 +151,83 @@ def _decode_cases(B: int, H: int, S: int, K: int, dtype: torch.dtype = torch.bfl
     yield Case("decode", shape, prepare)
 
 
-def find_cases(tiny: bool = False) -> list[Case]:
+def find_cases(tiny: bool) -> list[Case]:
     """Return all cases, what is worth most first; `tiny` for the interpreter."""
     if tiny:  # the interpreter multiplies matrices of bf16 as if they were integers
-        half = torch.float16
-        return [*_attention_cases(1, 2, 20, 16, half), *_decode_cases(1, 2, 40, 16, half)]
-    found = [*_attention_cases(8, 12, 2048, 64), *_attention_cases(8, 12, 2048, 128)]
+        return [*_attention_cases(1, 2, 20, 16, torch.float16), *_decode_cases(1, 2, 40, 16, torch.float16)]
+    cases = [*_attention_cases(8, 12, 2048, 64), *_attention_cases(8, 12, 2048, 128)]
     for sizes in ((1, 8, 512, 64), (1, 8, 8192, 64), (64, 8, 512, 64), (512, 8, 128, 64)):
-        found += _decode_cases(*sizes)
-    found += [*_attention_cases(128, 8, 64, 64), *_attention_cases(2, 8, 1024, 256)]
-    return [*found, *_attention_cases(8, 8, 512, 64, torch.float32)]
+        cases += _decode_cases(*sizes)
+    cases += [*_attention_cases(128, 8, 64, 64), *_attention_cases(2, 8, 1024, 256)]
+    return [*cases, *_attention_cases(8, 8, 512, 64, torch.float32)]
 
 
-@dataclass(frozen=True)
-class Trial:
-    """One configuration beside the chosen one; times in seconds, `ratio` = chosen / this, None where not timed."""
+def compile_together(case: Case, call: Kernel, configs: Sequence[Config]) -> None:
+    """Compile the kernels of all configurations in threads; errors come again where a configuration is measured."""
+    from triton import AsyncCompileMode
 
-    kernel: str
-    shape: str
-    chosen: Config
-    config: Config
-    status: str  # measured, dry run, or why it was not timed
-    seconds: float | None = None
-    ratio: float | None = None
-    key: str = ""  # of an attention kernel's calls (`Call.key`)
+    with ThreadPoolExecutor(os.cpu_count()) as pool, AsyncCompileMode(pool), only_compiled():
+        for config in configs:
+            with suppress(Exception):
+                case.run(call, config)
 
 
-@lru_cache(1)  # the inputs of a case take up to a gigabyte
-def _prepared(index: int, tiny: bool, device: str) -> tuple[Case, Kernel]:
-    case = find_cases(tiny)[index]
-    return case, case.prepare(torch.device(device))
+def measure(case: Case, watch: Stopwatch, deadline: float, *, tiny: bool) -> Iterator[Trial]:
+    """Measure the tiles around the library's choice for a case, or its other options.
 
+    Args:
+        deadline: of `time.monotonic`; what is not timed by then is recorded as such.
+        tiny: run everything once, time nothing.
+    """
 
-def compile_in_worker(index: int, tiny: bool, device: str, config: Config) -> None:
-    """Run a configuration once in another process; errors come again where it is measured."""
-    case, call = _prepared(index, tiny, device)
-    with suppress(Exception):
-        case.run(call, config)
-
-
-class Sweep:
-    """Measures cases until a moment of `time.monotonic`; `tiny`: runs everything once and times nothing."""
-
-    def __init__(
-        self, watch: Stopwatch, deadline: float, pool: ProcessPoolExecutor | None = None, *, tiny: bool = False
-    ) -> None:
-        self.watch, self.deadline, self.pool, self.tiny = watch, deadline, pool, tiny
-
-    def case(self, index: int, case: Case) -> Iterator[Trial]:
-        """Measure the neighbours of what the library chooses for a case, or its other options."""
-        try:
-            self._left()
-            call = case.prepare(self.watch.device)
-            chosen, key = case.chosen(call)
-            others = list(case.options[1:]) or neighbours(chosen)
-            expected, base = case.run(call, chosen), self._graph(case, call, chosen)
-            if self.pool is not None:
-                job = partial(compile_in_worker, index, self.tiny, str(self.watch.device))
-                list(self.pool.map(job, others, timeout=self._left()))
-        except Exception as error:  # whatever a compiler or a driver raises
-            yield Trial(case.kernel, case.shape, {}, {}, self._status(error))
-            return
-        for config in others:
-            status, seconds, ratio = "dry run" if self.tiny else "measured", None, None
-            try:
-                self._left()
-                for found, value in zip(case.run(call, config), expected, strict=True):
-                    if not (error_size := relative_error(found, value)) <= TOLERANCE:  # NaN is wrong
-                        raise ValueError(f"wrong: off by {error_size:.1e}")
-                if not self.tiny:
-                    seconds, ratio = self.time_pair(base, self._graph(case, call, config))
-            except Exception as error:
-                status = self._status(error)
-            yield Trial(case.kernel, case.shape, chosen, config, status, seconds, ratio, key)
-
-    def time_pair(self, base: Call, other: Call) -> tuple[float, float]:
-        """Return the seconds of the other call, and the median of base / other."""
-        pairs = [(self.watch(base), self.watch(other)) for _ in range(ROUNDS)]
-        return statistics.median(b for _, b in pairs), statistics.median(a / max(b, 1e-9) for a, b in pairs)
-
-    def _left(self) -> float:
-        if (left := self.deadline - time.monotonic()) <= 0:
+    def check_time() -> None:
+        if time.monotonic() >= deadline:
             raise TimeoutError("no time left")
-        return left
 
-    def _graph(self, case: Case, call: Kernel, config: Config) -> Call:
+    def graph(config: Config) -> Call:
         run = partial(case.run, call, config)
-        return self.watch.replay(run) if self.watch.on_gpu else run
+        return watch.replay(run) if watch.on_gpu else run
 
-    def _status(self, error: Exception) -> str:
-        """Return what an error says; raises if the GPU is lost, since nothing can run then."""
-        if self.watch.on_gpu:
-            torch.cuda.synchronize()
+    def describe(error: Exception) -> str:
+        if watch.on_gpu:
+            torch.cuda.synchronize()  # raises if the GPU is lost, since nothing can run then
         return f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0][:160]}"
+
+    try:
+        check_time()
+        call, key = case.prepare(watch.device), ""
+        if case.options:
+            chosen, *others = case.options
+        else:
+            with tile_replaced({}) as calls:
+                call()
+            chosen, key = dict(tiles.choose(calls[0])), calls[0].key
+            others = similar_tiles(chosen)
+        if watch.on_gpu:
+            with suppress(Exception):  # in a context of its own: a failed compilation leaves Triton's mode on
+                copy_context().run(compile_together, case, call, others)
+        expected, base = case.run(call, chosen), graph(chosen)
+    except Exception as error:  # whatever a compiler or a driver raises
+        yield Trial(case.kernel, case.shape, {}, {}, describe(error))
+        return
+    for config in others:
+        status, seconds, ratio = "dry run" if tiny else "measured", None, None
+        try:
+            check_time()
+            for result, value in zip(case.run(call, config), expected, strict=True):
+                if not (error_size := relative_error(result, value)) <= TOLERANCE:  # NaN is wrong
+                    raise ValueError(f"wrong: off by {error_size:.1e}")
+            if not tiny:
+                seconds, ratio = time_pair(watch, base, graph(config))
+        except Exception as error:
+            status = describe(error)
+        yield Trial(case.kernel, case.shape, chosen, config, status, seconds, ratio, key)
+
+
+def time_pair(watch: Stopwatch, base: Call, other: Call) -> tuple[float, float]:
+    """Return the seconds of the other call, and the median of base / other."""
+    pairs = [(watch(base), watch(other)) for _ in range(ROUNDS)]
+    return statistics.median(b for _, b in pairs), statistics.median(a / max(b, 1e-9) for a, b in pairs)
 
 
 def faster_tiles(trials: Sequence[Trial]) -> dict[str, Config]:
@@ -257,9 +241,9 @@ def faster_tiles(trials: Sequence[Trial]) -> dict[str, Config]:
 
 
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser("python -m benchmarks.tuning", description="Time neighbours of attention's tiles.")
+    parser = argparse.ArgumentParser("python -m benchmarks.tuning", description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--minutes", type=float, default=9.0, help="stop after so many (default: 9)")
-    parser.add_argument("--out", type=Path, metavar="FILE", help="write each result there (JSON lines)")
+    parser.add_argument("--out", default=os.devnull, metavar="FILE", help="write each result there (JSON lines)")
     parser.add_argument("--only", metavar="PATTERN", default="*", help="kernels of these names, such as 'decode'")
     parser.add_argument("--write-tiles", action="store_true", help=f"write faster tiles to {tiles.MEASURED.name}")
     parser.add_argument("--dry-run", action="store_true", help="tiny shapes, no figures; needs TRITON_INTERPRET=1")
@@ -270,13 +254,14 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
         parser.error("--dry-run runs kernels in Triton's interpreter: set TRITON_INTERPRET=1")
     if not options.dry_run and not torch.cuda.is_available():
         parser.error("needs a CUDA device; --dry-run checks the code without one")
-    cases = list(enumerate(find_cases(options.dry_run)))
-    options.cases = [(i, case) for i, case in cases if fnmatch.fnmatchcase(case.kernel, options.only)]
+    cases = find_cases(options.dry_run)
+    options.cases = [case for case in cases if fnmatch.fnmatchcase(case.kernel, options.only)]
     if not options.cases:
-        known = ", ".join(sorted({case.kernel for _, case in cases}))
+        known = ", ".join(sorted({case.kernel for case in cases}))
         parser.error(f"--only {options.only}: no kernel has that name; known are {known}")
+    options.device = torch.device("cpu" if options.dry_run else "cuda")
     try:
-        options.machine = environment.facts(torch.device("cpu" if options.dry_run else "cuda"))
+        options.machine = environment.facts(options.device)
     except ValueError as error:
         parser.error(str(error))
     return options
@@ -287,19 +272,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parse(arguments)
     torch.manual_seed(0)
     trials: list[Trial] = []
-    with ExitStack() as stack:
-        pool: Any = None
-        if not options.dry_run:
-            workers = max(1, min(_MOST_WORKERS, (os.cpu_count() or 1) - 1))
-            pool = ProcessPoolExecutor(workers, multiprocessing.get_context("spawn"))  # CUDA forbids forks
-            stack.callback(pool.shutdown, wait=False, cancel_futures=True)
-        file = stack.enter_context(open(options.out or os.devnull, "w", encoding="utf-8"))
+    deadline, watch = time.monotonic() + 60 * options.minutes, Stopwatch(options.device)
+    with Path(options.out).open("w", encoding="utf-8") as file:
         file.write(json.dumps({"machine": options.machine}) + "\n")
-        watch = Stopwatch(torch.device("cpu" if options.dry_run else "cuda"))
-        sweep = Sweep(watch, time.monotonic() + 60 * options.minutes, pool, tiny=options.dry_run)
-        for trial in (trial for each in options.cases for trial in sweep.case(*each)):
+        for trial in (each for case in options.cases for each in measure(case, watch, deadline, tiny=options.dry_run)):
             trials.append(trial)
-            file.write(json.dumps({"tuning": asdict(trial)}) + "\n")
+            file.write(json.dumps({"tuning": trial._asdict()}) + "\n")
             file.flush()
             changed = {name: value for name, value in trial.config.items() if trial.chosen.get(name) != value}
             print(f"{trial.kernel}, {trial.shape}: {trial.chosen}, with {changed}: {trial.ratio or trial.status}")

@@ -1,1 +1,1 @@
-"""What the kernels compile to, without a GPU: `python -m benchmarks.codegen`."""
+"""Compile the kernels without a GPU, and check the result: `python -m benchmarks.codegen`."""

@@ -1,16 +1,15 @@
-"""What the kernels compile to, without a GPU: registers, spills, shared memory, tensor core instructions.
+"""Compile the kernels without a GPU: registers, spills, shared memory, tensor core instructions.
 
 python -m benchmarks.codegen                                 # all cases on all NVIDIA GPUs; a table; exit 1 if bad
 python -m benchmarks.codegen --arch 90 --only attention      # some of them
-python -m benchmarks.codegen --update                        # write what was found to budget.json
-python -m benchmarks.codegen --fresh                         # believe no record: compile all (`make codegen`)
+python -m benchmarks.codegen --update                        # write the results to budget.json
+python -m benchmarks.codegen --fresh                         # use no record: compile all (`make codegen`)
 
 With TRITON_PTXAS_PATH the limits hold for another ptxas (`make ptxas-13.5.37`); differences to the budget are printed.
 
-How it is found is in `compilation.py`. What this Triton version has compiled before, by the fingerprint that the
-budget file keeps beside the resources, is not compiled again: what was found then is held to the limits. Whatever goes
-into a compilation changes its fingerprint; that the records are true, only `--fresh` shows, which CI runs. The limits,
-and what is worse than before, are in `budget.py`.
+A compilation whose fingerprint (`compilation.py`) is in the budget file for this Triton version is not compiled again:
+the recorded resources are held to the limits. Only `--fresh`, which CI runs, checks the records themselves. The limits,
+and the comparison with the budget, are in `budget.py`.
 """
 
 import argparse
@@ -32,23 +31,21 @@ HEADER = (
 
 
 def table(rows: list[Row], results: dict[str, Resources | str]) -> str:
-    """Write the rows as an aligned table; of each loop instructions/exponentials/cycles, as `checks/loops.py` says."""
+    """Write the rows as an aligned table; of each loop instructions/exponentials/cycles, see `checks/loops.py`."""
     lines: list[tuple[str, ...]] = [HEADER]
     for row in rows:
         result = results[row.name]
         numbers: tuple[str, ...] = ("-",) * 9
         if not isinstance(result, str):
             serialised = ("SERIALISED" if result.serialised else "no") if result.wgmma and row.job.arch == 90 else "-"
+            loops = [f"{each.instructions:.0f}/{each.exponentials:.3g}/{each.mma_cycles:.0f}" for each in result.loops]
             numbers = (
                 *map(str, (result.registers, result.stack, result.shared, result.ctas)),
                 str(result.wgmma) if result.wgmma or result.other_dots else "-",
                 serialised,
                 str(result.async_copies),
                 f"{result.replication:g}" if result.replication > 1.0 else "-",
-                " ".join(
-                    f"{each.instructions:.0f}/{each.exponentials:.3g}/{each.mma_cycles:.0f}" for each in result.loops
-                )
-                or "-",
+                " ".join(loops) or "-",
             )
         lines.append((row.kernel, row.case, target_of(row.job.arch), *numbers, row.configuration))
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)][:-1]
@@ -61,22 +58,18 @@ def stop(message: str) -> NoReturn:
     raise SystemExit(2)
 
 
-def section(title: str, lines: list[str]) -> None:
-    """Print lines under a title, or nothing if there are none."""
-    if lines:
-        print(f"\n{title}:", *lines, sep="\n  ")
-
-
-def _arch(text: str) -> int | str:
-    return int(text) if text.isdigit() else text
-
-
 def arguments(argv: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser("python -m benchmarks.codegen", description="Compile the kernels without a GPU.")
-    parser.add_argument("--arch", type=_arch, nargs="+", default=DEFAULT, help=" ".join(map(str, GPUS)))
+    parser.add_argument(
+        "--arch",
+        type=lambda text: int(text) if text.isdigit() else text,
+        nargs="+",
+        default=DEFAULT,
+        help=" ".join(map(str, GPUS)),
+    )
     parser.add_argument("--only", default="", metavar="TEXT", help="rows whose kernel or case contains the text")
     parser.add_argument("--update", action="store_true", help="write the budget of this Triton version")
-    parser.add_argument("--fresh", action="store_true", help="compile what the budget has a record of, too")
+    parser.add_argument("--fresh", action="store_true", help="compile recorded rows, too")
     parser.add_argument("--jobs", type=int, default=2, help="processes")
     parser.add_argument("--cases", default="benchmarks.codegen.cases", help="the package of the cases")
     parser.add_argument("--budget", type=Path, default=BUDGET, help="the budget file")
@@ -97,50 +90,45 @@ def report(
     version: str,
     options: argparse.Namespace,
 ) -> int:
-    """Print the table and what is wrong, against the budget file, or write that; return the exit status."""
+    """Print the table, the broken limits and the differences to the budget, or write that; return the exit status."""
     budget = read_budget(options.budget)
     versions: dict[str, Any] = budget["triton"]
-    newest = max(versions, key=lambda name: [int(part) for part in name.split(".")], default=version)
+    newest = max(versions, key=lambda name: [int(number) for number in name.split(".")], default=version)
     against = version if version in versions else newest
-    here = {row.name for row in rows}
     archs = [target_of(arch) for arch in options.arch]
-    gone = [
-        name
-        for name in versions.get(against, {})
-        if options.only in name and name not in here and name.split(" | ")[-1] in archs
-    ]
+    in_scope = {name for name in versions.get(against, {}) if options.only in name and name.split(" | ")[-1] in archs}
+    gone = in_scope - {row.name for row in rows}
     exceptions = [e for e in budget["exceptions"] if fnmatch.fnmatchcase(version, e.get("triton", "*"))]
     broken, exempt = judge(rows, results, exceptions)
     broken = faults + broken
-    differences = [f"{name}: in the budget, and no case asks for it" for name in gone]
+    differences = [f"{name}: in the budget, and no case asks for it" for name in sorted(gone)]
     differences += compare(rows, results, versions.get(against, {}))
     listed = versions.get(version, {})
     if stale := [row.name for row in rows if row.name in listed and row.key != listed[row.name].get("key")]:
         differences.append(
-            f"{len(stale)} rows were recorded from other sources or by another ptxas, {stale[0]} for one"
+            f"{len(stale)} rows were recorded from other sources or by another ptxas, such as {stale[0]}"
         )
     print(table(rows, results))
     if options.update:
-        others = {name: value for name, value in versions.get(version, {}).items() if name not in gone}
-        recorded_rows = {
-            row.name: entry(row, result) for row in rows if isinstance(result := results[row.name], Resources)
-        }
-        versions[version] = others | recorded_rows
+        compiled = [(row, result) for row in rows if isinstance(result := results[row.name], Resources)]
+        kept_rows = {name: value for name, value in listed.items() if name not in gone}
+        versions[version] = kept_rows | {row.name: entry(row, result) for row, result in compiled}
         options.budget.write_text(dump(budget))
-        print(f"\nWrote {len(recorded_rows)} rows to {options.budget}")
+        print(f"\nWrote {len(compiled)} rows to {options.budget}")
         differences = []
-    section("Exempt", exempt)
-    other = "" if against == version else ", which is another version: no failure"
-    section(f"Differences to the budget of Triton {against}{other}", differences)
-    section("Broken limits", broken)
+    fails = against == version
+    title = f"Differences to the budget of Triton {against}{'' if fails else ', which is another version: no failure'}"
+    for heading, lines in (("Exempt", exempt), (title, differences), ("Broken limits", broken)):
+        if lines:
+            print(f"\n{heading}:", *lines, sep="\n  ")
     print(f"\n{len(rows)} compilations: {len(broken)} broken limits, {len(differences)} differences to the budget")
-    if differences and not other:
+    if differences and fails:
         print("If the differences are meant: python -m benchmarks.codegen --update")
-    return int(bool(broken) or bool(differences and not other))
+    return int(bool(broken) or bool(differences and fails))
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run the command; return its exit status: 0, 1 for a broken limit or a worse budget."""
+    """Run the command; return its exit status, 1 for a broken limit or a worse budget."""
     options = arguments(argv)
     if "triton" in sys.modules and os.environ.get("TRITON_INTERPRET", "0") != "0":
         stop("Triton was imported with TRITON_INTERPRET set; this needs a process of its own")
@@ -166,8 +154,8 @@ def main(argv: list[str] | None = None) -> int:
     known = {} if options.fresh else recorded(rows, read_budget(options.budget)["triton"].get(version, {}))
     rows.sort(key=lambda row: (row.kernel, row.case, target_of(row.job.arch)))
     new = [row for row in rows if row.name not in known]
-    told = f"Triton {version}: {len(rows)} compilations for {len(cases)} cases, {len(known)} of them recorded"
-    print(told, file=sys.stderr, flush=True)
+    counts = f"{len(rows)} compilations for {len(cases)} cases, {len(known)} of them recorded"
+    print(f"Triton {version}: {counts}", file=sys.stderr, flush=True)
 
     def tell(row: Row, result: Resources | str) -> None:
         """Show a broken limit before the end, which may be minutes away."""

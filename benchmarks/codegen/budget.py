@@ -1,18 +1,16 @@
-"""What the kernels may compile to: limits for every Triton, and the budget of those that were recorded.
+"""Limits for the compiled kernels of every Triton version, and the recorded budget of some.
 
-**Limits** hold for every Triton: it compiles; no stack (a spilled register lives there); shared memory that a block can
-get; at least one block on a multiprocessor; no product computed more than once; on sm_90 products of 16 bits or tf32
-are wgmma, not serialised, that read nothing written without a fence (how each is found is in `reader.py` and
-`checks/`).
-What is exempt stands in the budget file under "exceptions": {"rows": pattern of row names, "limit": compiles | stack |
-shared | registers | replicated | wgmma | serialised | fences, "reason": why, "triton": pattern of versions,
-if not all}.
+**Limits**: it compiles; no stack (spilled registers are there); shared memory that a block can get; at least one block
+on a multiprocessor; no product computed more than once; on sm_90 products of 16 bits or tf32 are wgmma, not serialised,
+that read nothing written without a fence (`reader.py`, `checks/`). Exceptions are in the budget file: {"rows": pattern
+of row names, "limit": compiles | stack | shared | registers | replicated | wgmma | serialised | fences, "reason": why,
+"triton": pattern of versions, if not all}.
 
-**The budget** is what a Triton version made of each row when the file was written. With that version, a tenth more
-registers, fewer blocks per multiprocessor, more shared memory, or asynchronous copies gone, fail; so do products
-computed more often than they were, and loops with more exponentials, more cycles of tensor cores, or 3 % more
-instructions for an element of work; so do rows that are new, gone, configured otherwise, or recorded from other
-sources. With another version, or another ptxas, all that is printed only: so one that makes a kernel worse shows up.
+**The budget** has the resources of each row when the file was written. With that Triton version a check fails for 10 %
+more registers, fewer blocks per multiprocessor, more shared memory, no asynchronous copies any more, products computed
+more often, loops with more exponentials, more cycles of tensor cores or 3 % more instructions for an element of work,
+and rows that are new, gone, configured otherwise, or recorded from other sources. With another version, or another
+ptxas, the differences are only printed.
 """
 
 import fnmatch
@@ -26,9 +24,9 @@ from benchmarks.codegen.compilation import GPUS, Row
 from benchmarks.codegen.reader import Resources
 
 BUDGET = Path(__file__).resolve().with_name("budget.json")
-MORE_REGISTERS = 1.10  # ptxas releases differ by a few registers where nothing else does
-# One ptxas makes the same loop of the same source; a change elsewhere in a kernel moves a few address computations into
-# it: 3 % are 10 of the 350 to 700 instructions of a loop. A mask, or a conversion of layouts, is 30 and more.
+MORE_REGISTERS = 1.10  # ptxas releases differ by a few registers
+# A change elsewhere in a kernel moves a few address computations into a loop: 3 % are 10 of its 350 to 700
+# instructions. A mask, or a conversion of layouts, is 30 and more.
 MORE_INSTRUCTIONS = 1.03
 
 
@@ -58,13 +56,11 @@ def worse_loops(after: tuple[Loop, ...], before: tuple[Loop, ...]) -> Iterator[s
     if len(after) != len(before):
         yield f"loops {len(before)} -> {len(after)}"
         return
+    units = ("instructions", "4,096 elements"), ("exponentials", "an element"), ("tensor core cycles", "4,096 elements")
     for number, (now, then) in enumerate(zip(after, before, strict=True), start=1):
-        if now.instructions > MORE_INSTRUCTIONS * then.instructions:
-            yield f"loop {number}: instructions {then.instructions:g} -> {now.instructions:g} for 4,096 elements"
-        if now.exponentials > then.exponentials:
-            yield f"loop {number}: exponentials {then.exponentials:g} -> {now.exponentials:g} for an element"
-        if now.mma_cycles > then.mma_cycles:
-            yield f"loop {number}: tensor core cycles {then.mma_cycles:g} -> {now.mma_cycles:g} for 4,096 elements"
+        for (name, unit), new, old in zip(units, now, then, strict=True):
+            if new > old * (MORE_INSTRUCTIONS if name == "instructions" else 1.0):
+                yield f"loop {number}: {name} {old:g} -> {new:g} for {unit}"
 
 
 def worse(resources: Resources, budget: dict[str, Any]) -> Iterator[str]:
@@ -89,7 +85,7 @@ def entry(row: Row, result: Resources) -> dict[str, Any]:
 
 
 def recorded(rows: list[Row], budget: dict[str, Any]) -> dict[str, Resources]:
-    """Return what the budget knows of the rows, whatever their names were then."""
+    """Return the recorded resources of the rows with the same fingerprint, whatever their names were then."""
     known = {each["key"]: Resources.of(each) for each in budget.values() if "key" in each}
     return {row.name: known[row.key] for row in rows if row.key in known}
 
@@ -110,8 +106,7 @@ def compare(rows: list[Row], results: dict[str, Resources | str], budget: dict[s
 
 def read_budget(file: Path) -> dict[str, Any]:
     """Read the budget file, or begin one."""
-    budget: dict[str, Any] = json.loads(file.read_text()) if file.exists() else {"exceptions": [], "triton": {}}
-    return budget
+    return json.loads(file.read_text()) if file.exists() else {"exceptions": [], "triton": {}}
 
 
 def dump(budget: dict[str, Any]) -> str:

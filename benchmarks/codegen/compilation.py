@@ -1,13 +1,13 @@
-"""Record what launchers would launch on a GPU that is not there, compile it, and read the result; for `codegen`.
+"""Record what launchers would launch on a GPU of another machine, compile it, and read the result; for `codegen`.
 
-The launchers run on meta tensors, with the facts of the other GPU in `launch.assumed` and a driver that knows only its
-architecture. Triton's hook before a compilation records it and stops it. Each distinct compilation then goes to one of
-a few processes, where Triton compiles it for that architecture; `reader.py` takes the result apart.
+The launchers run on meta tensors, with the facts of the GPU in `launch.assumed` and a driver that knows only its
+architecture. Triton's hook before a compilation records and stops it. Each distinct compilation then goes to one of a
+few processes, where Triton compiles it for that architecture; `reader.py` reads the result.
 
 A compilation's **fingerprint** is the key of Triton's own cache on disk (the text of the kernel and of all that it
-calls, its constants and specialisation, options, the settings in the environment, ptxas's version), with Triton's
-version for the bytes of its wheel and without line numbers: a kernel that has only moved compiles to the same code.
-What reads the result is in it too. Equal fingerprints, equal resources: `codegen` compiles what it has no record of.
+calls, its constants and specialisation, options, settings in the environment, ptxas's version), with Triton's version
+and without line numbers, and the code that reads the result. Equal fingerprints, equal resources: `codegen` compiles
+only what has no record.
 """
 
 import hashlib
@@ -75,7 +75,7 @@ def target_of(arch: int | str) -> str:
 
 
 def triton_target(arch: int | str) -> Any:
-    """Return the same as Triton takes it."""
+    """Return the target in Triton's type."""
     from triton.backends.compiler import GPUTarget
 
     if isinstance(arch, int):
@@ -166,7 +166,7 @@ def record(cases: Cases, arch: int | str) -> tuple[list[Row], list[str]]:
 
 
 def _function(module: str, name: str) -> Any:
-    """Return the function itself, out of what decorates it."""
+    """Return the kernel inside its decorators."""
     import triton
 
     function = getattr(importlib.import_module(module), name)
@@ -176,7 +176,7 @@ def _function(module: str, name: str) -> Any:
 
 
 def source_of(job: Job) -> tuple[Any, Any]:
-    """Return what Triton compiles, and for what."""
+    """Return the source that Triton compiles, and its target."""
     from triton.compiler import ASTSource
 
     source = ASTSource(_function(job.module, job.function), job.signature, job.constants, job.attributes)
@@ -196,17 +196,16 @@ def _functions() -> list[Any]:
 def _text_key(module: str, function: str) -> str:
     """Return Triton's key of a function's text and of all that it calls; for a process that compiles nothing.
 
-    Where functions stand is kept from it, and so is what was asked before: of the constants that a function takes from
-    its module, the key of its caller has those that happen to be known already.
+    Line numbers are removed. Hashes and constants of modules that Triton has cached are, too: else the key of a caller
+    would depend on which keys were computed before.
     """
     for each in _functions():
         each.starting_line_number, each.hash, each.used_global_vals = 0, None, {}
-    key: str = _function(module, function).cache_key
-    return key
+    return _function(module, function).cache_key
 
 
 def fingerprint(job: Job) -> str:
-    """Return what the resources depend on, hashed, as the top of this file says."""
+    """Return the hash of what the resources depend on, see the top of this file."""
     import triton
     from triton._C.libtriton import get_cache_invalidating_env_vars
     from triton.compiler import make_backend
@@ -244,7 +243,7 @@ def compile_job(job: Job) -> Resources:
 
 
 def end_with_parent() -> None:
-    """Let this process end when the one that started it has: killed, that one cannot say so."""
+    """End this process when its parent does, also if that was killed."""
     parent = multiprocessing.parent_process()
     if parent is None:
         return
@@ -259,21 +258,23 @@ def end_with_parent() -> None:
 def compile_all(
     rows: list[Row], processes: int, tell: Callable[[Row, Resources | str], None]
 ) -> dict[str, Resources | str]:
-    """Compile every row; for each the resources, or why there are none.
+    """Compile every row; return the resources of each, or the reason why there are none.
 
-    `tell` gets each result as soon as it is there; how far it is goes to stderr.
+    `tell` gets each result as soon as it exists. Progress goes to stderr.
     """
     start = shown = time.monotonic()
     done = 0
     lock = threading.Lock()
     own = threading.local()
     pools: list[ProcessPoolExecutor] = []
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["torch", "triton"])  # else each process imports them
 
     def compile_row(row: Row) -> tuple[str, Resources | str]:
         nonlocal shown, done
         if getattr(own, "pool", None) is None:
             # One process to a thread: if the compiler crashes, that is this row's result, and no other row's.
-            own.pool = ProcessPoolExecutor(1, multiprocessing.get_context("spawn"), end_with_parent)
+            own.pool = ProcessPoolExecutor(1, context, end_with_parent)
             pools.append(own.pool)
         result: Resources | str
         try:

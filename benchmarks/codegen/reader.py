@@ -1,12 +1,12 @@
-"""What a compiled kernel takes of a GPU, read from what Triton, ptxas and its disassembler say; for `codegen`.
+"""Read the resources of a compiled kernel from the output of Triton, ptxas and its disassembler; for `codegen`.
 
-Questions that have a stage of the compilation to themselves are in `checks/`.
+`checks/` has a module for each check of one stage of the compilation.
 
 **Serialised wgmma**: ptxas, when it cannot keep several wgmma in flight (too few registers, say), puts a
 `WARPGROUP.DEPBAR` behind each `HGMMA`. A wgmma that starts while the one before it in the text is not waited for is a
 follower: in the PTX, one `wgmma.mma_async` after another without a `wgmma.wait_group` between; in the machine code the
 same with `HGMMA` and `WARPGROUP.DEPBAR`. Serialised: the machine code has less than half of the share of followers that
-the PTX has. This agreed with ptxas's own note "wgmma.mma_async instructions are serialized" on every kernel tried;
+the PTX gpu. This agreed with ptxas's own note "wgmma.mma_async instructions are serialized" on every kernel tried;
 `tests/benchmarks/test_codegen.py` compares the two.
 
 **Blocks (CTAs) per multiprocessor** is the smallest of
@@ -27,7 +27,7 @@ from benchmarks.codegen.checks.loops import Loop, loop_figures
 
 
 class Architecture(NamedTuple):
-    """A GPU of that architecture; what is per multiprocessor is from the CUDA C++ Programming Guide's tables."""
+    """A GPU of an architecture; numbers per multiprocessor are from the CUDA C++ Programming Guide's tables."""
 
     gpu: str
     multiprocessors: int
@@ -48,7 +48,7 @@ ARCHITECTURES = {
 
 
 class Resources(NamedTuple):
-    """What a kernel takes. `wgmma` counts HGMMA on sm_90 and tcgen05.mma on sm_100."""
+    """Resources of a kernel. `wgmma` counts HGMMA on sm_90 and tcgen05.mma on sm_100."""
 
     registers: int
     stack: int  # bytes
@@ -63,25 +63,25 @@ class Resources(NamedTuple):
     loops: tuple[Loop, ...] = ()  # of the kernels of `loops.TILES`, on sm_80 and sm_90
 
     def entry(self) -> dict[str, Any]:
-        """Return it as the budget file has it."""
+        """Return the entry of the budget file."""
         return self._asdict() | {"loops": [loop._asdict() for loop in self.loops]}
 
     @classmethod
     def of(cls, entry: dict[str, Any]) -> "Resources":
-        """Return what an entry of the budget file says."""
+        """Read an entry of the budget file."""
         figures = {name: entry[name] for name in cls._fields if name in entry}
         return cls(**figures | {"loops": tuple(Loop(**loop) for loop in entry.get("loops", ()))})
 
 
 def blocks_per_multiprocessor(arch: int, registers: int, shared: int, threads: int, tensor_columns: int = 0) -> int:
     """Return how many blocks are resident at once, by the formula at the top of this file."""
-    has = ARCHITECTURES[arch]
+    gpu = ARCHITECTURES[arch]
     warps = -(-threads // 32)
     limits = [
         (65536 // (-(-registers // 8) * 8 * 32)) // 4 * 4 // warps,
-        has.shared // (-(-(shared + 1024) // 128) * 128),
-        has.threads // threads,
-        has.blocks,
+        gpu.shared // (-(-(shared + 1024) // 128) * 128),
+        gpu.threads // threads,
+        gpu.blocks,
     ]
     if tensor_columns:
         limits.append(512 // tensor_columns)
@@ -89,7 +89,7 @@ def blocks_per_multiprocessor(arch: int, registers: int, shared: int, threads: i
 
 
 def followers(text: str, start: str, wait: str) -> tuple[int, int]:
-    """Count what matches `start`, and how many of them follow another without a match of `wait` between."""
+    """Count the matches of `start`, and those that follow another one without a match of `wait` between."""
     count = following = 0
     waited = True
     for match in re.finditer(f"({start})|{wait}", text):
@@ -100,14 +100,14 @@ def followers(text: str, start: str, wait: str) -> tuple[int, int]:
 
 
 def is_serialised(ptx: str, sass: str) -> bool:
-    """Whether ptxas made the wgmma of a kernel wait for one another, by the rule at the top of this file."""
-    asked, asked_following = followers(ptx, r"\bwgmma\.mma_async", r"\bwgmma\.wait_group")
-    found, found_following = followers(sass, r"\bHGMMA\b", r"\bWARPGROUP\.DEPBAR")
-    return 2 * found_following * asked < asked_following * found
+    """Return whether ptxas made the wgmma of a kernel wait for one another, by the rule at the top of this file."""
+    in_ptx, following_in_ptx = followers(ptx, r"\bwgmma\.mma_async", r"\bwgmma\.wait_group")
+    in_sass, following_in_sass = followers(sass, r"\bHGMMA\b", r"\bWARPGROUP\.DEPBAR")
+    return 2 * following_in_sass * in_ptx < following_in_ptx * in_sass
 
 
 def read(compiled: Any, arch: int, tile: int) -> Resources:
-    """Take a compiled kernel apart with the tools of Triton's wheel; `tile` as in `loop_figures`, 0 for no figures."""
+    """Read a compiled kernel with the tools of Triton's wheel; `tile` as in `loop_figures`, 0 for no figures."""
     import triton
 
     cubin = next(path for name, path in compiled.metadata_group.items() if name.endswith(".cubin"))
@@ -124,9 +124,9 @@ def read(compiled: Any, arch: int, tile: int) -> Resources:
     sass = tool("nvdisasm", "-c", cubin) if of_loops or "wgmma.mma_async" in ptx else ""
     wgmma, serialised, other_dots = len(re.findall(r"\btcgen05\.mma\b", ptx)), False, 0
     if arch == 90:
-        # What Triton leaves as tt.dot is no wgmma but mma.sync, at half of the rate or less.
-        asked = r"\btt\.dot\b.*(?:inputPrecision = tf32|: tensor<[\dx]+x(?:bf16|f16)\b)"
-        other_dots = len(re.findall(asked, ttgir))
+        # A tt.dot in TTGIR becomes mma.sync, at half of the rate of wgmma or less.
+        not_wgmma = r"\btt\.dot\b.*(?:inputPrecision = tf32|: tensor<[\dx]+x(?:bf16|f16)\b)"
+        other_dots = len(re.findall(not_wgmma, ttgir))
         if "wgmma.mma_async" in ptx:
             wgmma, serialised = len(re.findall(r"\bHGMMA\b", sass)), is_serialised(ptx, sass)
     shared = compiled.metadata.shared

@@ -1,1 +1,1 @@
-"""The competitors of fastformer behind common arguments, and comparisons with them that cases share."""
+"""Competitors behind common arguments, and comparisons with them that cases share."""

@@ -1,12 +1,12 @@
-"""How people compute a case of attention without fastformer.
+"""Competitors of fastformer's attention.
 
-All functions take q, k and v, `[B, H, L, D]`, and return the output; what is made beforehand (masks, offsets) is not
-timed, except where they say so.
+All functions take q, k and v, `[B, H, L, D]`, and return the output. Masks and offsets are made beforehand and not
+timed, unless the function says so.
 
-How SDPA's users combine padding with causality: `MASK`, one bool mask `[B, 1, L, L]`; `KEY_MASK`, a bool mask
-`[B, 1, 1, L]` with `is_causal` beside it, which the math backend refuses and torch's documentation rules out, though
-the CPU's flash kernel takes both; `ALONE`, `is_causal` and no mask, which suffices for padding on the right, because no
-real position then sees padding.
+Users of SDPA combine padding with causality in three ways: `MASK`, one bool mask `[B, 1, L, L]`; `KEY_MASK`, a bool
+mask `[B, 1, 1, L]` with `is_causal`, which the math backend refuses and torch's documentation rules out, though the
+CPU's flash kernel takes both; `ALONE`, `is_causal` without a mask, which is right at all real positions if padding is
+on the right.
 
 Letters: B batch, H heads, L positions, D head size, N real positions of all sequences.
 """
@@ -40,13 +40,7 @@ _BACKENDS = {
 
 
 def sdpa(p: AttentionCase, backend: str, way: str | None) -> Attention:
-    """scaled_dot_product_attention on one backend.
-
-    Args:
-        p: the case.
-        backend: a key of `COMPETITORS`.
-        way: `MASK`, `KEY_MASK` or `ALONE`; None: without padding.
-    """
+    """Return scaled_dot_product_attention on one backend; `way` is `MASK`, `KEY_MASK`, `ALONE` or None: no padding."""
     mask = None
     if p.alibi:  # with causality in it: SDPA takes one or the other
         mask = torch.where(p.allowed(), p.dense_bias(), -math.inf).to(p.dtype).expand(p.batch, -1, -1, -1)
@@ -64,7 +58,7 @@ def sdpa(p: AttentionCase, backend: str, way: str | None) -> Attention:
 
 
 def tutorial(p: AttentionCase) -> Attention:
-    """softmax(q k^T / sqrt(D)) v with the scores in memory and a mask of 0 and 1, as the tutorials write it."""
+    """Return softmax(q k^T / sqrt(D)) v with the scores in memory and a mask of 0 and 1, as tutorials write it."""
     mask = (~p.look_ahead)[None, None].int() if p.causal else None
 
     def run(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -77,7 +71,7 @@ def tutorial(p: AttentionCase) -> Attention:
 
 
 def allowed_pair(lengths: Tensor, causal: bool) -> Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]:
-    """flex_attention's mask: whether query i of row b may attend to key j."""
+    """Return flex_attention's mask: whether query i of row b may attend to key j."""
 
     def real_keys(b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
         return j < lengths[b]
@@ -96,12 +90,9 @@ def _compiled_flex() -> tuple[Callable[..., Any], Callable[..., Any]]:
 
 
 def flex(p: AttentionCase, per_batch: bool, plain: bool = False) -> Attention:
-    """flex_attention with a block mask, made beforehand or, `per_batch`, within each call.
+    """Return flex_attention with a block mask, made beforehand or, `per_batch`, within each call.
 
-    Args:
-        p: the case.
-        per_batch: lengths change with each batch, so the mask does.
-        plain: not compiled, to prove the code; torch has no backward of it on a CPU.
+    `plain` is not compiled and tests the code; torch has no backward of it on a CPU.
     """
     attend: Callable[..., Any] = flex_attention
     make: Callable[..., Any] = create_block_mask
@@ -121,14 +112,13 @@ def flex(p: AttentionCase, per_batch: bool, plain: bool = False) -> Attention:
     bias, score_mod = p.distance_bias, by_distance if p.alibi else None
 
     def run(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        out: Tensor = attend(q, k, v, score_mod, block_mask=block_mask() if ready is None else ready)
-        return out
+        return attend(q, k, v, score_mod, block_mask=block_mask() if ready is None else ready)
 
     return run
 
 
 def causal_arguments(varlen: Callable[..., Any], causal: bool) -> dict[str, Any]:
-    """How this torch's varlen_attn is told to be causal: older ones have `is_causal`, later ones a window."""
+    """Return the arguments for causality of this torch's varlen_attn: `is_causal` in older ones, later a window."""
     if "is_causal" in inspect.signature(varlen).parameters:
         return {"is_causal": causal}
     return {"window_size": (-1, 0) if causal else (-1, -1)}
@@ -136,7 +126,7 @@ def causal_arguments(varlen: Callable[..., Any], causal: bool) -> dict[str, Any]
 
 @lru_cache(maxsize=1)
 def packed(p: AttentionCase, name: str) -> Attention:
-    """Attention of packed sequences, `[N, H, D]` -> `[N, H, D]`, by "varlen", "flash-attn" or "xformers"."""
+    """Return attention of packed sequences, `[N, H, D]` -> `[N, H, D]`, by "varlen", "flash-attn" or "xformers"."""
     lengths = p.lengths.tolist()
     offsets, longest = p.layout.offsets.int(), p.length
     if name == "xformers":
@@ -146,8 +136,7 @@ def packed(p: AttentionCase, name: str) -> Attention:
         bias = kind.from_seqlens(lengths)
 
         def blocks(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-            out: Tensor = ops.memory_efficient_attention(q[None], k[None], v[None], attn_bias=bias)[0]
-            return out
+            return ops.memory_efficient_attention(q[None], k[None], v[None], attn_bias=bias)[0]
 
         return blocks
     if name == "flash-attn":
@@ -157,16 +146,15 @@ def packed(p: AttentionCase, name: str) -> Attention:
         arguments = causal_arguments(attend, p.causal)
 
     def run(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        out: Tensor = attend(q, k, v, offsets, offsets, longest, longest, **arguments)
-        return out
+        return attend(q, k, v, offsets, offsets, longest, longest, **arguments)
 
     return run
 
 
 def unpadded(p: AttentionCase, attend: Attention) -> Attention:
-    """Take real positions out of `[B, H, L, D]`, attend, and put the results back, zeros at padding.
+    """Return `attend` for padded tensors: pack real positions, attend, unpack with zeros at padding.
 
-    By the gather that fastformer has in both directions: indexing, as most write it, has a slow backward.
+    Uses fastformer's gather in both directions: indexing, as most write it, has a slow backward.
     """
 
     def run(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -178,13 +166,7 @@ def unpadded(p: AttentionCase, attend: Attention) -> Attention:
 
 @lru_cache(maxsize=1)  # for all directions: flex_attention may be compiled again for another mask, which takes seconds
 def rival(p: AttentionCase, name: str, way: str | None = None) -> Attention:
-    """Build a competitor's attention of padded tensors.
-
-    Args:
-        p: the case.
-        name: a key of `COMPETITORS`.
-        way: for SDPA, how it is told of padding, see `sdpa`.
-    """
+    """Return a competitor's attention of padded tensors, by its key of `COMPETITORS`; `way` as in `sdpa`."""
     if name in _BACKENDS:
         return sdpa(p, name, way)
     if name == "tutorial":

@@ -29,17 +29,10 @@ Generate = Callable[[], list[list[int]]]
 def loader_of(
     competitor: str, model: Model, prompts: Sequence[Sequence[int]], beam: int, tokens: int, folder: Path
 ) -> Callable[[], Generate]:
-    """Return a function that loads the competitor, and returns its generation of the tokens after each prompt.
+    """Return a function that loads "transformers" or "ctranslate2", and returns its generation after each prompt.
 
-    The conversion of the model, which is fastformer's, is done before; exceptions of the loader are the competitor's.
-
-    Args:
-        competitor: "transformers" or "ctranslate2".
-        model: its weights are used.
-        prompts: source sentences with eos, or the beginnings of texts.
-        beam: 1: greedy search.
-        tokens: to generate.
-        folder: for files.
+    The conversion of the model, which is fastformer's, runs here; exceptions of the loader are the competitor's.
+    Prompts are source sentences with eos, or beginnings of texts. Beam 1 is greedy search. `folder` is for files.
     """
     make = _transformers if competitor == "transformers" else _ctranslate2
     return make(model, prompts, beam, tokens, folder)
@@ -59,11 +52,11 @@ def _transformers(
     }
     options |= {"num_beams": beam, "suppress_tokens": [c.pad_id, c.bos_id]}
     options |= {"length_penalty": 0.0} if beam > 1 else {}
-    theirs = to_transformers(model).eval()
-    theirs.generation_config.forced_eos_token_id = None
+    converted = to_transformers(model).eval()
+    converted.generation_config.forced_eos_token_id = None
     start = 1 if isinstance(model, TranslationModel) else longest
     mask = (ids != c.pad_id).long()
-    return lambda: lambda: theirs.generate(input_ids=ids, attention_mask=mask, **options)[:, start:].tolist()
+    return lambda: lambda: converted.generate(input_ids=ids, attention_mask=mask, **options)[:, start:].tolist()
 
 
 def _ctranslate2(
@@ -105,9 +98,6 @@ def _ctranslate2(
 
 @torch.no_grad()
 def vary_output(norm: object) -> None:
-    """Set random signs in the last norm of a model with random weights.
-
-    Otherwise tied embeddings make the model repeat its last token, which dominates the hidden state.
-    """
+    """Set random signs in the last norm; else a model with tied random embeddings repeats its last token."""
     assert isinstance(norm, nn.LayerNorm)
     norm.weight.copy_(torch.randint(0, 2, norm.weight.shape) * 2 - 1)

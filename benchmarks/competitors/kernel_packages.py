@@ -1,13 +1,13 @@
-"""Ops of Liger-Kernel and of quack, by the arguments that ours take; written for Liger-Kernel 0.8.5 and quack 0.6.4.
+"""Ops of Liger-Kernel 0.8.5 and quack 0.6.4 with fastformer's arguments.
 
-Liger-Kernel has each of these ops in Triton ("liger") and in CuTe ("liger-cute"). For a whole process
-`LIGER_KERNEL_IMPL=cutedsl` chooses the second; here the same implementations are asked for by name, so that one process
-has both. The output projection with its loss would otherwise take its CuTe part unasked, where CuTe is installed.
+Liger-Kernel has each op in Triton ("liger") and in CuTe ("liger-cute"). `LIGER_KERNEL_IMPL=cutedsl` chooses the second
+for a whole process; here implementations are chosen by name, so that one process has both.
 """
 
 import os
 from collections.abc import Callable
 from functools import cache
+from importlib import import_module
 from typing import Any
 
 import torch
@@ -18,7 +18,7 @@ _IMPLEMENTATIONS = {"liger": "nvidia-triton", "liger-fp32": "nvidia-triton", "li
 
 @cache
 def liger(op: str, competitor: str) -> Callable[..., Any]:
-    """An op of `liger_kernel.functional` as that competitor has it.
+    """Return an op of `liger_kernel.functional` in a competitor's implementation.
 
     Raises:
         liger_kernel.backends.ImplNotAvailableError: it cannot run here; when it is called, it does not take the shape.
@@ -27,52 +27,26 @@ def liger(op: str, competitor: str) -> Callable[..., Any]:
     from liger_kernel.backends import resolve_impl
 
     os.environ["LIGER_KERNEL_STRICT"] = "1"  # else CuTe's kernels warn once and run Triton's where a row is too wide
-    call: Callable[..., Any] = resolve_impl(op, _IMPLEMENTATIONS[competitor]).call
-    return call
+    return resolve_impl(op, _IMPLEMENTATIONS[competitor]).call
 
 
 def liger_loss(competitor: str, x: Tensor, w: Tensor, target: Tensor, smoothing: float) -> Tensor:
-    """Mean cross entropy of x w^T.
+    """Return the mean cross entropy of x w^T.
 
-    In Triton with both ways to add up the gradient of the weight over the chunks: in its own dtype, or in fp32, from
-    which it is cast on the way out, as ours is. "liger-cute-sm90" is what Liger-Kernel has for Hopper alone, apart from
-    all implementations: it smooths nothing.
+    "liger" adds up the gradient of the weight over the chunks in its own dtype, "liger-fp32" in fp32 as fastformer
+    does. "liger-cute-sm90" is for Hopper alone and smooths nothing.
     """
     if competitor == "liger-cute-sm90":
         from liger_kernel.ops.cutedsl.ops.fused_linear_cross_entropy_sm90 import liger_fused_linear_cross_entropy_sm90
 
-        alone: Tensor = liger_fused_linear_cross_entropy_sm90(x, w, target)
-        return alone
+        return liger_fused_linear_cross_entropy_sm90(x, w, target)
     accumulated = torch.float32 if competitor == "liger-fp32" else None
     run = liger("fused_linear_cross_entropy", competitor)
-    loss: Tensor = run(x, w, target, label_smoothing=smoothing, accum_dtype=accumulated)[0]
-    return loss
-
-
-def quack_loss(x: Tensor, w: Tensor, target: Tensor) -> Tensor:
-    """Mean cross entropy of x w^T, nothing smoothed."""
-    from quack.linear_cross_entropy import chunked_linear_cross_entropy
-
-    loss: Tensor = chunked_linear_cross_entropy(x, w, target)
-    return loss
-
-
-def quack_layer_norm(x: Tensor, w: Tensor, b: Tensor, eps: float) -> Tensor:
-    """`[M, N]`."""
-    out: Tensor = _QuackLayerNorm.apply(x, w, b, eps)  # type: ignore[no-untyped-call]
-    return out
-
-
-def quack_rms_norm(x: Tensor, w: Tensor, eps: float) -> Tensor:
-    """`[M, N]`."""
-    from quack import rmsnorm
-
-    out: Tensor = rmsnorm(x, w, eps=eps)
-    return out
+    return run(x, w, target, label_smoothing=smoothing, accum_dtype=accumulated)[0]
 
 
 class _QuackLayerNorm(torch.autograd.Function):
-    """quack's two kernels of layer norm, which it does not differentiate by itself; they take fp32 parameters."""
+    """Differentiate by quack's two kernels of layer norm, which take fp32 parameters."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, w: Tensor, b: Tensor, eps: float) -> Tensor:
@@ -82,8 +56,7 @@ class _QuackLayerNorm(torch.autograd.Function):
         w = w.float()
         out, deviation, mean = layernorm_fwd(x, w, b.float(), eps, return_rstd=True, return_mean=True)
         ctx.save_for_backward(x, w, deviation, mean)
-        normalised: Tensor = out
-        return normalised
+        return out
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
@@ -92,3 +65,10 @@ class _QuackLayerNorm(torch.autograd.Function):
         x, w, deviation, mean = ctx.saved_tensors
         dx, dw, db = layernorm_bwd(x, w, grads[0].contiguous(), deviation, mean)
         return dx, dw.to(ctx.dtype), db.to(ctx.dtype), None
+
+
+QUACK: dict[str, Callable[..., Tensor]] = {
+    "loss": lambda *inputs: import_module("quack.linear_cross_entropy").chunked_linear_cross_entropy(*inputs),
+    "rms_norm": lambda x, w, eps: import_module("quack").rmsnorm(x, w, eps=eps),
+    "layer_norm": _QuackLayerNorm.apply,
+}

@@ -1,4 +1,4 @@
-"""The competitors by the names that cases have for them, and whether this machine has them."""
+"""Names of the competitors, and the reason if this machine cannot run one."""
 
 import importlib.util
 from collections.abc import Callable
@@ -78,8 +78,7 @@ def compiled(function: Callable[..., Tensor], keeps: bool = False) -> Callable[.
     torch._functorch.config.donated_buffer = not keeps
     # Dynamo counts compilations by code object, which the cases of a file share; after 8 of them it runs eager code.
     torch._dynamo.reset()
-    done: Callable[..., Tensor] = torch.compile(function, dynamic=False)
-    return done
+    return torch.compile(function, dynamic=False)
 
 
 def require(name: str, device: torch.device) -> None:

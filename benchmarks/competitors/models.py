@@ -24,24 +24,15 @@ def race_models(
     parameters: Callable[[Any], Iterable[Tensor]] = nn.Module.parameters,
     **fields: Any,
 ) -> None:
-    """Compare fastformer's model with a competitor's.
+    """Compare fastformer's model, the first of `models` by their names, with a competitor's.
 
-    Args:
-        race: of this case.
-        case: its name.
-        models: both by their names, fastformer's first.
-        forward: returns a model's output.
-        real: bool, the positions of the output that are no padding; the others are not compared.
-        trains: time forward and backward with dropout, from random gradients of real positions; else forward alone.
-        tolerance: of the output.
-        gradient_tolerance: of the gradients.
-        per_token: speeds are real positions a second.
-        parameters: those of a model whose gradients are compared.
-        fields: see `Race.__call__`.
+    `forward` returns a model's output, which is compared at `real` positions (bool); `parameters` are those whose
+    gradients are compared. A case that trains times forward and backward with dropout, from random gradients of real
+    positions, else forward alone. With `per_token`, speeds are real positions a second.
     """
     infer = torch.no_grad()(forward)
-    ours, theirs = models.values()
-    output = infer(ours.eval())
+    model, other = models.values()
+    output = infer(model.eval())
     direction = torch.randn_like(output) * real.view(*real.shape, *[1] * (output.dim() - real.dim())) / real.sum()
 
     def step(model: nn.Module) -> None:
@@ -49,23 +40,16 @@ def race_models(
         forward(model).backward(direction)  # type: ignore[no-untyped-call]
 
     with race.competitor():
-        race.gate("output", output[real], infer(theirs.eval())[real], tolerance)
+        race.gate("output", output[real], infer(other.eval())[real], tolerance)
     if trains:
-        step(ours)
+        step(model)
         with race.competitor():
-            step(theirs)
-            found, expected = (flat_gradients(parameters(each)) for each in (ours, theirs))
-            race.gate("gradients", found, expected, gradient_tolerance)
-    race.note(padding_share=1 - float(real.float().mean()))
+            step(other)
+            gradients = [flat_gradients(parameters(each)) for each in (model, other)]
+            race.gate("gradients", gradients[0], gradients[1], gradient_tolerance)
     run, tokens = step if trains else infer, int(real.sum()) if per_token else 1
-    sides = (
-        Contender(
-            name,
-            partial(run, model.train(trains)),
-            tokens,
-            partial(forward, model) if trains else None,
-            model.parameters(),
-        )
-        for name, model in models.items()
-    )
+    sides = []
+    for name, net in models.items():
+        pass_of_step = partial(forward, net) if trains else None
+        sides.append(Contender(name, partial(run, net.train(trains)), tokens, pass_of_step, net.parameters()))
     race(case, *sides, **fields)

@@ -1,7 +1,7 @@
-"""What the benchmarks of single ops share: random inputs, fp64 results, one comparison of two functions.
+"""Random inputs, fp64 results and a comparison of two functions, for the benchmarks of single ops.
 
-On a GPU ours always runs the fused kernels here, so that a fallback to the reference is an error and no figure. On a
-CPU the reference is ours; where it is torch's own op there is nothing to compare. There are no bf16 tensors, then.
+On a GPU fastformer always runs the fused kernels here, so that a fallback to the reference is an error. On a CPU it
+runs the reference, in fp32; if that is torch's own op there is nothing to compare.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -21,7 +21,7 @@ Pairing = tuple[Any, str, Direction]  # a case or its name, competitor and what 
 
 
 def with_cpu(pairings: Sequence[Pairing], *on_cpu: Pairing, name: Callable[[Any], str] = str) -> list[Any]:
-    """All of them as parameters with names, and those that stand for them on a CPU, which a GPU leaves out."""
+    """Return parameters with names; those of `on_cpu` are marked `cpu`, which a GPU leaves out."""
 
     def parameter(of: Pairing, *marks: pytest.MarkDecorator) -> Any:
         return pytest.param(*of, marks=marks, id="-".join((name(of[0]), *of[1:])))
@@ -33,12 +33,12 @@ FP32_TOLERANCE = 1e-5  # sums of up to 8,000 terms, whose roundings of 6e-8 add 
 
 
 def leaves(race: Race, *shapes: Sequence[int]) -> list[Tensor]:
-    """Random normal tensors that gradients are taken for."""
+    """Return random normal tensors that gradients are taken for."""
     return [torch.randn(*shape, device=race.device).to(race.dtype).requires_grad_() for shape in shapes]
 
 
 def fp64_results(formula: Function, inputs: Sequence[Tensor], upstream: Tensor) -> list[Tensor]:
-    """Output and gradients of a formula in fp64, from the same rounded inputs."""
+    """Return output and gradients of a formula in fp64, from the same rounded inputs."""
     wide = [x.detach().double().requires_grad_() for x in inputs]
     out = formula(*wide)
     return [out.detach(), *torch.autograd.grad(out, wide, upstream.double())]
@@ -61,23 +61,12 @@ def race_functions(
     timed: tuple[Mapping[str, Callable[..., Any]], Any] | None = None,
     **fields: Any,
 ) -> None:
-    """Compare `functions["ours"]` with `functions[competitor]`, both of the same inputs.
+    """Compare `functions["ours"]` with `functions[competitor]`; "compile" is made from `functions["eager"]`.
 
-    Args:
-        race: of this case; skipped with the reason where the machine does not have the competitor.
-        case: its name.
-        competitor: a key of `benchmarks.competitors.COMPETITORS`; "compile" is made from `functions["eager"]`.
-        functions: by competitor, and "ours".
-        inputs: leaves.
-        direction: what is timed.
-        work: what the direction must do at least with bf16 tensors.
-        tolerance: see `Race.op`; with bf16 tensors.
-        formula: in fp64 the truth; unset: `functions["eager"]`.
-        upstream: gradient of the output; unset: random, and one for all positions of it.
-        expected: output and gradients, where fp64 of the whole would be too much; unset: from `formula`.
-        goals: (competitor, direction) -> ratio, of the kernels.
-        timed: other functions to time, and the gradients of their outputs; unset: those that are compared.
-        fields: see `Race.op`.
+    Skipped, with the reason, if the machine lacks the competitor. `work`, `tolerance` and `goals`, (competitor,
+    direction) -> ratio, are those of the kernels with bf16 tensors. `upstream` is the gradient of the output, random if
+    unset. `expected` are output and gradients, by default those of `formula`, or else of "eager", in fp64. `timed` are
+    other functions to time, and the gradients of their outputs. `fields`: see `Race.op`.
     """
     require(competitor, race.device)
     kernels, truth = race.backend == "triton", formula or functions["eager"]
@@ -86,13 +75,13 @@ def race_functions(
             upstream = torch.randn_like(truth(*inputs))
 
     def sides(by_name: Mapping[str, Callable[..., Any]]) -> tuple[Op, Op]:
-        theirs = compiled(by_name["eager"], direction == "backward") if competitor == "compile" else by_name[competitor]
+        other = compiled(by_name["eager"], direction == "backward") if competitor == "compile" else by_name[competitor]
 
         def fused() -> Any:
             with fastformer.backend(race.backend):
                 return by_name["ours"](*inputs)
 
-        return Op("fastformer", fused, inputs), Op(competitor, lambda: theirs(*inputs), inputs)
+        return Op("fastformer", fused, inputs), Op(competitor, lambda: other(*inputs), inputs)
 
     replaced = None if timed is None else (*sides(timed[0]), timed[1])
     race.op(

@@ -3,6 +3,7 @@
 import copy
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
+from dataclasses import replace
 from functools import partial
 
 import numpy as np
@@ -12,6 +13,7 @@ from torch import Tensor, nn
 from benchmarks.competitors.known import compiled, require
 from benchmarks.competitors.tutorials import FixedLengthTranslation, TorchTranslation
 from benchmarks.harness.clock import Work
+from benchmarks.harness.lengths import VOCABULARY
 from benchmarks.harness.race import Contender, Race, flat_gradients
 from fastformer.apps.text import Batch, EncodedPairs, collate
 from fastformer.apps.train import Processes, TrainConfig
@@ -22,7 +24,7 @@ from fastformer.apps.translation.model import TranslationConfig, TranslationMode
 SMOOTHING, LEARNING_RATE = 0.1, 1e-4
 # bf16: matrix products round to 4e-3, which averages out over thousands of tokens.
 LOSS_TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2e-3}
-# Against fp64, where both agree to 3e-14, the gradients of ours are off by 5e-5 and torch's by 7e-5 (d256, random
+# Against fp64, where both agree to 3e-14, the gradients of fastformer are off by 5e-5 and torch's by 7e-5 (d256, random
 # batch): rounding decides on which side of ReLU's kink some activations fall.
 GRADIENT_TOLERANCE = {torch.float32: 5e-4, torch.bfloat16: 5e-2}
 NAMES = {
@@ -31,6 +33,13 @@ NAMES = {
     "tutorial": "T1, fixed length 200",
     "no-graphs": "fastformer without them",
 }
+# By size; in the benchmarks of decoding and scaling, too.
+CONFIGS = {
+    "full": (FULL := TranslationConfig(VOCABULARY, VOCABULARY)),
+    "usual": replace(FULL, d_model=256, heads=4, encoder_layers=3, decoder_layers=3, feed_forward=1024),
+    "quick": replace(FULL, d_model=128, heads=2, encoder_layers=2, decoder_layers=2, feed_forward=512),
+}
+TINY = replace(FULL, d_model=32, heads=2, encoder_layers=1, decoder_layers=1, feed_forward=64)
 _GRAPH_BELOW = 0.1  # seconds; below some 4,000 tokens the host is slower than the GPU on both sides
 
 Loss = Callable[[], Tensor]
@@ -63,42 +72,27 @@ def race_training(
 ) -> None:
     """Compare a step on packed pairs with a competitor's on the same pairs, padded; by the target token.
 
-    Args:
-        race: of this case; skipped if the machine lacks the competitor.
-        case: its name.
-        config: of the model; the competitor gets its parameters.
-        pairs: the batch.
-        competitor: "torch.nn", "torch.nn-compile" or "tutorial".
-        competitor_pairs: fewer pairs for a competitor that would take minutes with all.
-        dtype: fp32, or bf16 by autocast on both sides.
-        rounds: to time.
-        goal: of the ratio.
+    `competitor_pairs` are fewer pairs for a competitor that would take minutes with all. bf16 is by autocast.
     """
     require(competitor, race.device)
     packed = collate(pairs, packed=True).to(race.device)
     shared = pairs if competitor_pairs is None else competitor_pairs
     shared_packed, padded = (collate(shared, packed=form).to(race.device) for form in (True, False))
-    whole = collate(pairs, packed=False)
-    share = 1 - (packed.source.numel() + packed.target_in.numel()) / (whole.source.numel() + whole.target_in.numel())
     model = TranslationModel(config).to(race.device)
     longest = max(padded.source.shape[1], padded.target_in.shape[1])
-    theirs: TorchTranslation | FixedLengthTranslation = (
+    other: TorchTranslation | FixedLengthTranslation = (
         FixedLengthTranslation(model) if competitor == "tutorial" else TorchTranslation(model, longest)
     ).to(race.device)
-    their_loss = compiled(theirs.loss) if competitor == "torch.nn-compile" else theirs.loss
+    other_loss = compiled(other.loss) if competitor == "torch.nn-compile" else other.loss
 
     def loss_of(net: nn.Module, batch: Batch) -> Loss:
-        def loss() -> Tensor:
-            with torch.autocast(race.device.type, dtype, enabled=dtype != torch.float32):
-                if net is model:
-                    return translation_loss(model, batch, SMOOTHING)
-                return their_loss(batch, SMOOTHING)
+        function = partial(translation_loss, model) if net is model else other_loss
+        autocast = torch.autocast(race.device.type, dtype, enabled=dtype != torch.float32)
+        return autocast(lambda: function(batch, SMOOTHING))
 
-        return loss
-
-    _compare_losses(race, (model, loss_of(model, shared_packed)), (theirs, loss_of(theirs, padded)), dtype)
+    _compare_losses(race, (model, loss_of(model, shared_packed)), (other, loss_of(other, padded)), dtype)
     sides = []
-    for name, net, batch in (("fastformer", model, packed), (NAMES[competitor], theirs, padded)):
+    for name, net, batch in (("fastformer", model, packed), (NAMES[competitor], other, padded)):
         loss = loss_of(net, batch)
         step = training_step(net, loss, batch)
         if race.watch.on_gpu and race.fault is None and competitor_pairs is None:
@@ -107,16 +101,8 @@ def race_training(
                 net.zero_grad()  # the peak memory of a step includes its gradients
         counted = loss if competitor_pairs is None else None
         sides.append(Contender(name, step, batch.tokens, counted, net.parameters()))
-    race.note(padding_share=share)
-    race(
-        case,
-        *sides,
-        rounds=rounds,
-        goal=goal,
-        work=step_work(model, packed),
-        dtype=dtype,
-        graph_below=_GRAPH_BELOW,
-    )
+    work = step_work(model, packed)
+    race(case, *sides, rounds=rounds, goal=goal, work=work, dtype=dtype, graph_below=_GRAPH_BELOW)
 
 
 def step_work(model: TranslationModel, batch: Batch) -> Work:
@@ -140,28 +126,34 @@ def step_work(model: TranslationModel, batch: Batch) -> Work:
 
 
 def _compare_losses(
-    race: Race, ours: tuple[nn.Module, Loss], theirs: tuple[nn.Module, Loss], dtype: torch.dtype
+    race: Race, side: tuple[nn.Module, Loss], other_side: tuple[nn.Module, Loss], dtype: torch.dtype
 ) -> None:
     """Compare the losses without dropout, and the gradients of the parameters with the same name."""
-    losses = []
-    for model, loss in (ours, theirs):
+    (model, _), (other, _) = side, other_side
+    losses = gated_losses(race, side, other_side)
+    if race.fault is not None:
+        return
+    race.gate("loss", losses[0], losses[1], LOSS_TOLERANCE[dtype])
+    if isinstance(other, TorchTranslation):
+        expected = dict(other.transformer.named_parameters())
+        named = model.named_parameters()
+        pairs: list[tuple[Tensor, Tensor]] = [(p, expected[name]) for name, p in named if name in expected]
+        pairs.append((model.get_parameter("output.weight"), other.embeddings.target.weight))
+        a, b = (flat_gradients(each) for each in zip(*pairs, strict=True))
+        race.gate("gradients", a, b, GRADIENT_TOLERANCE[dtype])
+
+
+def gated_losses(race: Race, *sides: tuple[nn.Module, Loss]) -> list[Tensor]:
+    """Return the losses of both sides without dropout, fastformer's first; the parameters then have gradients."""
+    losses: list[Tensor] = []
+    for model, loss in sides:
         model.eval()
-        with race.competitor() if model is theirs[0] else nullcontext():
+        with race.competitor() if losses else nullcontext():
             value = loss()
             value.backward()  # type: ignore[no-untyped-call]
             losses.append(value)
         model.train()
-    if race.fault is not None:
-        return
-    race.gate("loss", losses[0], losses[1], LOSS_TOLERANCE[dtype])
-    other = theirs[0]
-    if isinstance(other, TorchTranslation):
-        expected = dict(other.transformer.named_parameters())
-        named = ours[0].named_parameters()
-        pairs: list[tuple[Tensor, Tensor]] = [(p, expected[name]) for name, p in named if name in expected]
-        pairs.append((ours[0].get_parameter("output.weight"), other.embeddings.target.weight))
-        a, b = (flat_gradients(side) for side in zip(*pairs, strict=True))
-        race.gate("gradients", a, b, GRADIENT_TOLERANCE[dtype])
+    return losses
 
 
 def race_graphs(
@@ -177,30 +169,22 @@ def race_graphs(
 ) -> None:
     """Compare the trainer's steps from CUDA graphs with a competitor's on the same batches, which start on the CPU.
 
-    Args:
-        race: of this case.
-        case: its name.
-        config: of the model; the competitor has equal parameters.
-        batches: a call makes a step on each.
-        competitor: "no-graphs", the trainer's steps without graphs; or "torch.nn".
-        dtype: fp32, or bf16 by autocast on both sides.
-        rounds: to time.
-        goal: of the ratio.
+    A call makes a step on each batch. "no-graphs" are the trainer's steps without graphs. bf16 is by autocast.
     """
     model = TranslationModel(config).to(race.device)
     packed, padded = ([collate(pairs, packed=form) for pairs in batches] for form in (True, False))
     twin = copy.deepcopy(model)
     _compare_graphs(race, model, batches[0], dtype)
-    ours = _steps(_update(model, dtype, graphs=True), packed)
+    graphed = _steps(_update(model, dtype, graphs=True), packed)
     if competitor == "no-graphs":
-        theirs = _steps(_update(twin, dtype, graphs=False), packed)
+        steps = _steps(_update(twin, dtype, graphs=False), packed)
     else:
         longest = max(max(batch.source.shape[1], batch.target_in.shape[1]) for batch in padded)
-        theirs = _torch_steps(TorchTranslation(twin, longest).to(race.device), padded, dtype)
+        steps = _torch_steps(TorchTranslation(twin, longest).to(race.device), padded, dtype)
     for _ in range(3):  # a shape is captured when it comes for the second time
-        ours()
+        graphed()
     tokens = sum(batch.tokens for batch in packed)
-    sides = Contender("fastformer", ours, tokens), Contender(NAMES[competitor], theirs, tokens)
+    sides = Contender("fastformer", graphed, tokens), Contender(NAMES[competitor], steps, tokens)
     race(case, *sides, rounds=rounds, goal=goal, dtype=dtype)
 
 

@@ -1,10 +1,10 @@
-"""What a reader would run without fastformer, written from the description of the algorithms, for comparison only.
+"""Models of tutorials and of torch.nn, written from the description of the algorithms, for comparison only.
 
 `TorchTranslation` is torch.nn.Transformer as its documentation uses it: batches padded to their longest sentence, bool
 masks. `FixedLengthTranslation` is the from-scratch tutorial (T1): every sentence padded to 200 tokens, dense masks,
 softmax(QK^T)V written out, and a greedy loop that decodes all 200 positions again for every token, one sentence at a
-time. Both take the parameters of a `TranslationModel`, so that results can be compared before times are; the faults of
-the originals that change results (position exponent, padding in the loss) are left out.
+time. `TutorialLanguageModel` is the word-level language model (T2). They take the parameters of fastformer's models, so
+that results can be compared before times are. Faults of the originals that change results are left out.
 
 Letters: B batch, H heads, T target and S source positions, L = 200, D model width, K head size, V vocabulary.
 """
@@ -38,7 +38,7 @@ class _Embeddings(nn.Module):
 
     def embed(self, tokens: nn.Embedding, ids: Tensor) -> Tensor:
         x = tokens(ids) * math.sqrt(tokens.embedding_dim) + self.table[: ids.shape[1]]
-        return self.dropout(x)  # type: ignore[no-any-return]
+        return self.dropout(x)
 
     def logits(self, hidden: Tensor) -> Tensor:
         return F.linear(hidden, self.target.weight)
@@ -61,22 +61,14 @@ class TorchTranslation(nn.Module):
         with warnings.catch_warnings():
             # torch says that its nested-tensor path does not support pre-norm layers.
             warnings.filterwarnings("ignore", message="enable_nested_tensor is True")
-            self.transformer = nn.Transformer(
-                c.d_model,
-                c.heads,
-                c.encoder_layers,
-                c.decoder_layers,
-                c.feed_forward,
-                c.dropout,
-                batch_first=True,
-                norm_first=True,
-            )
+            sizes = (c.d_model, c.heads, c.encoder_layers, c.decoder_layers, c.feed_forward, c.dropout)
+            self.transformer = nn.Transformer(*sizes, batch_first=True, norm_first=True)
         _copy_embeddings(self.embeddings, model)
         state = {k: v for k, v in model.state_dict().items() if k.startswith(("encoder.", "decoder."))}
         self.transformer.load_state_dict(state)
 
     def loss(self, batch: Batch, label_smoothing: float) -> Tensor:
-        """Sum of the cross entropy over the real target tokens of a padded batch."""
+        """Return the sum of the cross entropy over the real target tokens of a padded batch."""
         e, length = self.embeddings, batch.target_in.shape[1]
         padding = batch.source == self.pad_id  # [B, S]
         hidden = self.transformer(
@@ -92,13 +84,8 @@ class TorchTranslation(nn.Module):
 
 
 def _loss(logits: Tensor, target: Tensor, pad_id: int, label_smoothing: float) -> Tensor:
-    return F.cross_entropy(
-        logits.flatten(0, 1),
-        target.flatten(),
-        ignore_index=pad_id,
-        label_smoothing=label_smoothing,
-        reduction="sum",
-    )
+    settings = {"ignore_index": pad_id, "label_smoothing": label_smoothing, "reduction": "sum"}
+    return F.cross_entropy(logits.flatten(0, 1), target.flatten(), **settings)  # type: ignore[arg-type]
 
 
 class _Attention(nn.Module):
@@ -117,7 +104,7 @@ class _Attention(nn.Module):
         )  # [B, H, L, K]
         scores = torch.matmul(q, k.transpose(-1, -2)) / math.sqrt(q.shape[-1])
         weights = self.dropout(scores.masked_fill(mask.unsqueeze(1) == 0, -1e9).softmax(-1))  # [B, H, L, L]
-        return self.out(torch.matmul(weights, v).transpose(1, 2).reshape(x.shape))  # type: ignore[no-any-return]
+        return self.out(torch.matmul(weights, v).transpose(1, 2).reshape(x.shape))
 
 
 class _Layer(nn.Module):
@@ -140,7 +127,7 @@ class _Layer(nn.Module):
         if memory is not None:
             x = x + self.dropout(self.attentions[1](self.norms[1](x), memory, memory_mask))
         h = self.dropout(self.linear1(self.norms[-1](x)).relu())
-        return x + self.dropout(self.linear2(h))  # type: ignore[no-any-return]
+        return x + self.dropout(self.linear2(h))
 
 
 class FixedLengthTranslation(nn.Module):
@@ -174,7 +161,7 @@ class FixedLengthTranslation(nn.Module):
         return self.encoder_norm(x), mask
 
     def decode(self, target: Tensor, memory: Tensor, memory_mask: Tensor) -> Tensor:
-        """Logits of every position, `[B, L, V]`."""
+        """Return the logits of every position, `[B, L, V]`."""
         look_ahead = torch.ones(1, self.LENGTH, self.LENGTH, dtype=torch.bool, device=target.device).tril()
         mask = (target != self.config.pad_id).unsqueeze(1) & look_ahead  # [B, L, L]
         x = self.embeddings.embed(self.embeddings.target, target)
@@ -187,57 +174,43 @@ class FixedLengthTranslation(nn.Module):
         return F.pad(ids, (0, self.LENGTH - ids.shape[1]), value=self.config.pad_id)
 
     def loss(self, batch: Batch, label_smoothing: float) -> Tensor:
-        """Sum of the cross entropy over the real target tokens of a padded batch."""
+        """Return the sum of the cross entropy over the real target tokens of a padded batch."""
         memory, mask = self.encode(self.pad(batch.source))
         logits = self.decode(self.pad(batch.target_in), memory, mask)
         return _loss(logits, self.pad(batch.target_out), self.config.pad_id, label_smoothing)
 
     @torch.no_grad()
     def greedy(self, source: Sequence[int], tokens: int) -> tuple[list[int], float]:
-        """Translate one sentence (ids with eos) to exactly `tokens` ids; the log probability of them in nats.
-
-        pad, bos and eos are ruled out, because random weights would end at once or never.
-        """
+        """Translate one sentence (ids with eos) to `tokens` ids, none of them special, and their log probability."""
         c, device = self.config, self.embeddings.target.weight.device
         memory, mask = self.encode(self.pad(torch.tensor([list(source)], device=device)))
         output = torch.full((1, self.LENGTH), c.pad_id, device=device)
         output[0, 0] = c.bos_id
-        ids: list[int] = []
         total = 0.0
         for t in range(tokens):
             log_p = self.decode(output, memory, mask).log_softmax(-1)[0, t]  # [V]
             log_p[[c.pad_id, c.bos_id, c.eos_id]] = -math.inf
-            best = int(log_p.argmax())
-            total += float(log_p[best] - log_p.logsumexp(0))
-            ids.append(best)
-            if t + 1 < self.LENGTH:
-                output[0, t + 1] = best
-        return ids, total
+            output[0, t + 1] = log_p.argmax()
+            total += float(log_p.max() - log_p.logsumexp(0))
+        return output[0, 1 : tokens + 1].tolist(), total
 
 
 def _copy_layer(source: Any, layer: _Layer) -> None:
     """Copy a layer with torch's parameter names."""
     state = source.state_dict()
-
-    def copy(name: str, to: Any) -> None:
-        to.load_state_dict({kind: state[f"{name}{kind}"] for kind in ("weight", "bias")})
-
+    copies: list[tuple[Any, str]] = [(layer.linear1, "linear1."), (layer.linear2, "linear2.")]
+    copies += [(norm, f"norm{i}.") for i, norm in enumerate(layer.norms, 1)]
     for name, attention in zip(("self_attn.", "multihead_attn."), layer.attentions, strict=False):
         weights, biases = (state[f"{name}in_proj_{kind}"].chunk(3) for kind in ("weight", "bias"))
-        for i, part in enumerate(("query", "key", "value")):
-            getattr(attention, part).load_state_dict({"weight": weights[i], "bias": biases[i]})
-        copy(f"{name}out_proj.", attention.out)
-    for i, norm in enumerate(layer.norms):
-        copy(f"norm{i + 1}.", norm)
-    copy("linear1.", layer.linear1)
-    copy("linear2.", layer.linear2)
+        for i, projection in enumerate((attention.query, attention.key, attention.value)):
+            projection.load_state_dict({"weight": weights[i], "bias": biases[i]})  # type: ignore[union-attr]
+        copies.append((attention.out, f"{name}out_proj."))
+    for module, name in copies:
+        module.load_state_dict({kind: state[name + kind] for kind in ("weight", "bias")})
 
 
 class TutorialLanguageModel(nn.Module):
-    """T2, the word-level language model: embedding, positions, nn.Transformer's encoder under a float mask, linear.
-
-    Written from its description; ids are `[T, B]`, time first. Parameters are copied from `model`.
-    """
+    """T2: embedding, positions, nn.Transformer's encoder under a float mask, linear; ids are `[T, B]`, time first."""
 
     table: Tensor
 
@@ -275,7 +248,7 @@ class TutorialLanguageModel(nn.Module):
         return log_p
 
     def write(self, text: Tensor, steps: range, context: int) -> Tensor:
-        """Return word t for each t of `steps`, from the text `[T]` before it, or from the window of it."""
+        """Return word t for each t of `steps`, from the text `[T]` before it or its window of `context` words."""
         starts = [0]
         for t in range(1, len(text)):
             starts.append(t - context // 2 if t - starts[-1] == context else starts[-1])

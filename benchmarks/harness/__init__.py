@@ -1,1 +1,1 @@
-"""How a race is held: gates, clock, floors, the record of it, and what cases are made of."""
+"""Gates, timer, machine rates, record of results, and the tensors of cases."""

@@ -1,8 +1,8 @@
-"""A case of self-attention: its tensors, masks and lengths, what it costs at least, and its results in fp64.
+"""A case of self-attention: its tensors, masks and lengths, its least work, and its results in fp64.
 
 Tensors are `[B, H, L, D]` as projections leave them, D next to H in memory; padding is on the right.
 
-Letters: B batch, H heads, L positions, D head size; n heads that are compared, of all B * H.
+Letters: B batch, H heads, L positions, D head size; n heads that are compared with fp64, of all B * H.
 """
 
 import math
@@ -29,16 +29,16 @@ _TINY = {"batch": 3, "heads": 2, "length": 9, "head_size": 16, "share": 0.3}
 
 @dataclass(frozen=True)
 class AttentionShape:
-    """B x H x L of head size D; `value_size`, `kind` of lengths: None if D, all are L; `share` of padding."""
+    """B x H x L of head size D."""
 
     batch: int
     heads: int
     length: int
     head_size: int = 64
     causal: bool = True
-    kind: str | None = None
-    share: float = 0.45
-    value_size: int | None = None
+    kind: str | None = None  # of lengths; None: all are L
+    share: float = 0.45  # of padding
+    value_size: int | None = None  # D if None
 
     @property
     def name(self) -> str:
@@ -59,26 +59,18 @@ class AttentionShape:
 
 @dataclass(frozen=True, eq=False)
 class AttentionCase:
-    """Self-attention of B sequences, of H heads of D channels.
-
-    Args:
-        value_size: channels of values; D if None.
-        lengths: of the sequences; L is the longest.
-        padded: whether anybody must reckon with padding.
-        dropout: of the weights.
-        alibi: whether scores fall with the distance of key from query (Press et al. 2022).
-    """
+    """Self-attention of B sequences, of H heads of D channels."""
 
     lengths: Lengths
     heads: int
     head_size: int
     device: torch.device
     causal: bool = True
-    padded: bool = True
+    padded: bool = True  # whether lengths are given to the ops
     dtype: torch.dtype = torch.bfloat16
-    dropout: float = 0.0
-    value_size: int | None = None
-    alibi: bool = False
+    dropout: float = 0.0  # of the weights
+    value_size: int | None = None  # channels of values; D if None
+    alibi: bool = False  # scores fall with the distance of key from query (Press et al. 2022)
 
     @property
     def channels_of_values(self) -> int:
@@ -93,18 +85,13 @@ class AttentionCase:
         return int(self.lengths.max())
 
     @property
-    def share(self) -> float:
-        """Of padding."""
-        return 1 - float(self.lengths.mean()) / self.length
-
-    @property
     def pairs(self) -> int:
-        """(query, key) of real positions where the query may attend to the key, in all heads."""
+        """Number of (query, key) of real positions where the query may attend to the key, in all heads."""
         n = self.lengths.astype(np.int64)
         return self.heads * int((n * (n + 1) // 2 if self.causal else n * n).sum())
 
     def work(self, direction: Direction) -> Work:
-        """What must be done for real positions; backward's is 2.5 times forward's, because it computes scores again."""
+        """Return the least work for real positions; backward computes the scores again."""
         D, V = self.head_size, self.channels_of_values
         elements = self.heads * (D + V) * int(self.lengths.sum())
         of_keys, of_values = _OPERATIONS[direction]
@@ -135,22 +122,22 @@ class AttentionCase:
         return -distances * 2.0 ** (torch.arange(1, self.heads + 1, device=self.device) * (-8 / self.heads))[:, None]
 
     def dense_bias(self) -> Tensor:
-        """The same, `[H, L, L]`."""
+        """Return `distance_bias` as `[H, L, L]`."""
         return self.distance_bias.unfold(1, self.length, 1).flip(1)
 
     def allowed(self) -> Tensor:
-        """Bool, True = may attend: `[B, 1, L, L]` if causal, else `[B, 1, 1, L]`."""
+        """Return the mask, True = may attend: bool `[B, 1, L, L]` if causal, else `[B, 1, 1, L]`."""
         keys = self.real[:, None, None, :]
         return keys & ~self.look_ahead if self.causal else keys
 
     def random(self) -> Tensor:
-        """Random normal, of the output's shape, 0 at padding."""
+        """Return random normal numbers of the output's shape, 0 at padding."""
         shape = self.batch, self.length, self.heads, self.channels_of_values
         x = torch.randn(shape, device=self.device).to(self.dtype)
         return (x * self.real[:, :, None, None]).transpose(1, 2)
 
     def leaves(self) -> list[Tensor]:
-        """q, k and v, with random numbers at padding too."""
+        """Return q, k and v, with random numbers at padding too."""
         shape, sizes = (self.batch, self.length, self.heads), (self.head_size, self.head_size, self.channels_of_values)
         tensors = [torch.randn(*shape, size, device=self.device).to(self.dtype) for size in sizes]
         return [x.transpose(1, 2).requires_grad_() for x in tensors]
@@ -164,32 +151,31 @@ class AttentionCase:
         return picked // self.heads, picked % self.heads
 
     def compared(self, x: Tensor) -> Tensor:
-        """`[B, H, L, D]` -> `[n, L, D]`, the heads that are compared."""
+        """Return the heads that are compared, `[B, H, L, D]` -> `[n, L, D]`."""
         return x[self.compared_heads]
 
     def expected(self, inputs: list[Tensor], upstream: Tensor) -> list[Tensor]:
-        """Output and gradients of q, k and v in fp64, of the heads that are compared."""
-        parts = []
-        for at, q, k, v, dout in self._parts([*inputs, upstream]):
+        """Return output and gradients of q, k and v in fp64, of the heads that are compared."""
+        results = []
+        for heads, q, k, v, dout in self._chunks([*inputs, upstream]):
             wide = [x.requires_grad_() for x in (q, k, v)]
-            out = self._weights(at, q, k) @ v
-            parts.append([out.detach(), *torch.autograd.grad(out, wide, dout)])
-        return [torch.cat(x) for x in zip(*parts, strict=True)]
+            out = self._weights(heads, q, k) @ v
+            results.append([out.detach(), *torch.autograd.grad(out, wide, dout)])
+        return [torch.cat(x) for x in zip(*results, strict=True)]
 
     def dropped(self, inputs: list[Tensor]) -> Tensor:
-        """What dropout adds to an output as its expected square, p / (1 - p) sum_s (weight_ts v_s)^2, `[n, L, D]`."""
-        squares = [self._weights(at, q, k).square() @ v.square() for at, q, k, v in self._parts(inputs)]
+        """Return the mean square of dropout's change of an output, p / (1 - p) sum_s (weight_ts v_s)^2, `[n, L, D]`."""
+        squares = [self._weights(heads, q, k).square() @ v.square() for heads, q, k, v in self._chunks(inputs)]
         return torch.cat(squares) * (self.dropout / (1 - self.dropout))
 
-    def _parts(self, tensors: list[Tensor]) -> Iterator[Any]:
-        """Rows and numbers of the heads that are compared, and they in fp64, as many at once as there is room for."""
-        rows, heads = self.compared_heads
+    def _chunks(self, tensors: list[Tensor]) -> Iterator[Any]:
+        """Yield some of the heads that are compared, as rows and heads, and the tensors of these in fp64."""
         size = max(1, 4 * _COMPARED_SCORES // max(1, self.length**2))
-        for some, of in zip(rows.split(size), heads.split(size), strict=True):  # type: ignore[no-untyped-call]
-            yield (some, of), *(x.detach()[some, of].double() for x in tensors)
+        for chunk in zip(*(x.split(size) for x in self.compared_heads), strict=True):  # type: ignore[no-untyped-call]
+            yield chunk, *(x.detach()[chunk].double() for x in tensors)
 
-    def _weights(self, at: tuple[Tensor, Tensor], q: Tensor, k: Tensor) -> Tensor:
-        rows, heads = at
+    def _weights(self, chunk: tuple[Tensor, Tensor], q: Tensor, k: Tensor) -> Tensor:
+        rows, heads = chunk
         scores = q @ k.transpose(1, 2) / math.sqrt(self.head_size)
         if self.alibi:
             scores = scores + self.dense_bias()[heads]
@@ -201,28 +187,27 @@ class AttentionCase:
 def attention_case(
     race: Race, shape: AttentionShape, dtype: torch.dtype = torch.bfloat16, dropout: float = 0.0
 ) -> AttentionCase:
-    """Make the case of a shape, the same for calls in a row; in a dry run a tiny one, on a CPU in fp32."""
-    if race.device.type == "cpu":  # fp32: Triton's interpreter multiplies matrices of bf16 as if they were integers
-        if race.tiny:
-            shape = replace(shape, **_TINY, value_size=shape.value_size and 24)  # type: ignore[arg-type]
-        return _made(shape, race.device, torch.float32, dropout)
-    return _made(shape, race.device, dtype, dropout)
+    """Return the case of a shape, the same for calls in a row; in a dry run a tiny one, on a CPU in fp32."""
+    if race.device.type == "cpu":
+        dtype = torch.float32  # Triton's interpreter multiplies matrices of bf16 as if they were integers
+    if race.tiny:
+        shape = replace(shape, **_TINY, value_size=shape.value_size and 24)  # type: ignore[arg-type]
+    return _new_case(shape, race.device, dtype, dropout)
 
 
 @lru_cache(maxsize=1)
-def _made(shape: AttentionShape, device: torch.device, dtype: torch.dtype, dropout: float) -> AttentionCase:
-    padded = shape.kind is not None
-    return AttentionCase(
-        shape.lengths(), shape.heads, shape.head_size, device, shape.causal, padded, dtype, dropout, shape.value_size
-    )
+def _new_case(shape: AttentionShape, device: torch.device, dtype: torch.dtype, dropout: float) -> AttentionCase:
+    sizes = {"padded": shape.kind is not None, "value_size": shape.value_size, "dtype": dtype, "dropout": dropout}
+    return AttentionCase(shape.lengths(), shape.heads, shape.head_size, device, shape.causal, **sizes)  # type: ignore[arg-type]
 
 
 def case_name(op: str, shape: AttentionShape, p: AttentionCase) -> str:
-    """A name in which cases that differ in length, padding or head size differ in that alone."""
+    """Return a name in which cases that differ in length, padding or head size differ in that alone."""
     parts = [f"{op}, {p.batch * p.length:,} positions, length {p.length:,}, {p.heads} heads of {p.head_size}"]
     parts += [] if p.value_size is None else [f"values of {p.value_size}"]
     parts += ["causal" if p.causal else "not causal"]
-    parts += [] if shape.kind is None else [f"padding {100 * p.share:.0f} %, {shape.kind} lengths"]
+    share = 1 - float(p.lengths.mean()) / p.length
+    parts += [] if shape.kind is None else [f"padding {100 * share:.0f} %, {shape.kind} lengths"]
     parts += ["fp32"] if p.dtype == torch.float32 else []
     parts += [f"dropout {p.dropout}"] if p.dropout else []
     return ", ".join(parts)

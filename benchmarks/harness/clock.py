@@ -1,10 +1,10 @@
-"""Time calls and count their bytes on a device; the highest rates of the machine, and the floors that they set.
+"""Time calls and count their bytes on a device; measure the machine's highest rates, which set a call's least time.
 
 CPU: process CPU time on one thread, so that other load does not count. GPU: device time by CUDA events with the L2
 cache flushed before each call, wall time of calls in sequence, and device time of a CUDA graph's replay, without the
 host's launches. The GPU's side is not measured on a GPU yet.
 
-The floor of a call is the longer of two times: its operations over the rate of a large matrix product, and the bytes
+The least time of a call is the longer of two: its operations over the rate of a large matrix product, and the bytes
 that it must move at least (each input read once, each output written once) over the bandwidth of a large copy.
 """
 
@@ -28,7 +28,7 @@ Call = Callable[[], object]
 
 
 class Stopwatch:
-    """Seconds that calls take on a device.
+    """Measures the seconds that calls take on a device.
 
     On a GPU the thread works on a stream of its own from then on: backward runs on the stream of its forward, and the
     default stream cannot be captured.
@@ -73,11 +73,7 @@ class Stopwatch:
         return (time.perf_counter() - start) / calls
 
     def replay(self, run: Call) -> Call:
-        """Capture a call as a CUDA graph; return its replay, which does the device work with one launch.
-
-        Raises:
-            RuntimeError: the call waits for the device, or does something else that a graph cannot hold.
-        """
+        """Capture a call as a CUDA graph; return its replay, which does the device work with one launch."""
         for _ in range(3):  # compiles, and lets libraries allocate
             run()
         torch.cuda.synchronize(self.device)
@@ -98,8 +94,7 @@ class Stopwatch:
 def flush(other: Tensor) -> None:
     """Fill the L2 cache with `other`, which is larger.
 
-    It is read, not written: written lines stay in the cache until the timed call displaces them, which would then pay
-    for their way to memory. Outputs of the call before go to memory here.
+    Reading writes outputs of the call before to memory, and leaves no lines whose writing the timed call would pay for.
     """
     other.sum()
 
@@ -113,36 +108,33 @@ class Work:
 
 
 class Ceilings:
-    """Matrix-product rate by dtype, and copy bandwidth, measured when first asked for."""
+    """Matrix-product rate by dtype, and copy bandwidth, measured at the first use."""
 
     def __init__(self, watch: Stopwatch) -> None:
         self._watch = watch
-        self._rates: dict[torch.dtype, float] = {}
-        self._bandwidth: float | None = None
-
-    @property
-    def bandwidth(self) -> float:
-        """Return the bytes a second of a copy, read and written ones."""
-        if self._bandwidth is None:
-            # Beyond every cache: 1 GiB on a GPU, 256 MiB on a CPU.
-            size = 1 << (29 if self._watch.on_gpu else 27)
-            source = torch.empty(size, dtype=torch.int8, device=self._watch.device).random_()
-            target = torch.empty_like(source)
-            target.copy_(source)  # its pages exist from here on
-            seconds = statistics.median(self._watch(lambda: target.copy_(source)) for _ in range(_REPETITIONS))
-            self._bandwidth = 2 * size / max(seconds, 1e-9)
-        return self._bandwidth
+        self._rates: dict[str, float] = {}
 
     def floor(self, work: Work, dtype: torch.dtype) -> float:
         """Return the seconds that this machine needs at least for the work."""
-        if dtype not in self._rates:
-            self._rates[dtype] = matmul_rate(self._watch, dtype)
-        return max(work.operations / self._rates[dtype], work.bytes / self.bandwidth)
+        name = f"matmul_{str(dtype).removeprefix('torch.')}"
+        if name not in self._rates:
+            self._rates[name] = matmul_rate(self._watch, dtype)
+        if "copy" not in self._rates:
+            self._rates["copy"] = copy_bandwidth(self._watch)
+        return max(work.operations / self._rates[name], work.bytes / self._rates["copy"])
 
     def measured(self) -> dict[str, float]:
         """Return the operations or bytes a second that were measured, by name."""
-        rates = {f"matmul_{str(dtype).removeprefix('torch.')}": rate for dtype, rate in self._rates.items()}
-        return rates if self._bandwidth is None else {**rates, "copy": self._bandwidth}
+        return self._rates
+
+
+def copy_bandwidth(watch: Stopwatch) -> float:
+    """Return the bytes a second of a copy, read and written ones."""
+    size = 1 << (29 if watch.on_gpu else 27)  # beyond every cache: 1 GiB on a GPU, 256 MiB on a CPU
+    source = torch.empty(size, dtype=torch.int8, device=watch.device).random_()
+    target = torch.empty_like(source)
+    target.copy_(source)  # its pages exist from here on
+    return 2 * size / max(1e-9, statistics.median(watch(lambda: target.copy_(source)) for _ in range(_REPETITIONS)))
 
 
 def matmul_rate(watch: Stopwatch, dtype: torch.dtype = torch.float32) -> float:
@@ -154,39 +146,28 @@ def matmul_rate(watch: Stopwatch, dtype: torch.dtype = torch.float32) -> float:
 
 
 def saved_for_backward(forward: Call, parameters: Iterable[Tensor]) -> int:
-    """Return the bytes that are kept between forward and backward, the parameters themselves left out.
+    """Return the bytes that autograd keeps between forward and backward, without the parameters.
 
-    Counts autograd's saved tensors, and tensors that a Function keeps as attributes of its context.
+    Counts saved tensors, and tensors that a Function keeps as attributes of its context.
     """
     known = {p.untyped_storage().data_ptr() for p in parameters}
-    kept: dict[int, torch.UntypedStorage] = {}  # held, so that no address is used twice
+    storages: dict[int, torch.UntypedStorage] = {}  # held, so that no address is used twice
 
     def pack(x: Tensor) -> Tensor:
-        # The kept tensor must not know its history: an operation that saves its own output would hold it, and through
-        # it itself, for ever. The training step of an encoder (d512, 6 layers) left 1.1 GB behind.
         storage = x.untyped_storage()
         if storage.data_ptr() not in known:
-            kept.setdefault(storage.data_ptr(), storage)
-        return x.detach()
+            storages.setdefault(storage.data_ptr(), storage)
+        return x.detach()  # with its history, an operation that saves its own output would never be freed
 
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
         out = forward()
-    for node in _graph(out if isinstance(out, tuple) else (out,)):
-        for value in getattr(node, "__dict__", {}).values():
-            if isinstance(value, Tensor):
-                pack(value)
-    total = sum(storage.nbytes() for storage in kept.values())
-    del out
-    return total
-
-
-def _graph(outputs: Iterable[object]) -> set[Any]:
-    """Return all nodes of the autograd graph of these outputs."""
-    waiting = [x.grad_fn for x in outputs if isinstance(x, Tensor)]
-    nodes: set[Any] = set()
-    while waiting:
-        node = waiting.pop()
-        if node is not None and node not in nodes:
-            nodes.add(node)
-            waiting += [before for before, _ in node.next_functions]
-    return nodes
+    nodes = [x.grad_fn for x in (out if isinstance(out, tuple) else (out,)) if isinstance(x, Tensor)]
+    seen: set[Any] = set()
+    while nodes:
+        if (node := nodes.pop()) is not None and node not in seen:
+            seen.add(node)
+            nodes += [before for before, _ in node.next_functions]
+            for value in getattr(node, "__dict__", {}).values():
+                if isinstance(value, Tensor):
+                    pack(value)
+    return sum(storage.nbytes() for storage in storages.values())

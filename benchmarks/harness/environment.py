@@ -1,15 +1,15 @@
 """What a result was measured on: machine, driver, versions, commit, date."""
 
+import importlib
 import os
 import platform
 import re
 import subprocess
+from contextlib import suppress
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    import torch
+import torch
 
 ROOT = Path(__file__).resolve().parents[2]
 COMMIT = "FASTFORMER_COMMIT"  # environment variable: what to believe where a copy of the files has no history
@@ -17,14 +17,12 @@ DIRTY = "+changes"
 _HASH = re.compile(r"[0-9a-f]{7,40}(\+changes)?")
 
 
-def facts(device: "torch.device") -> dict[str, str]:
-    """Name and version of everything that a figure depends on.
+def facts(device: torch.device) -> dict[str, str]:
+    """Return name and version of everything that a figure depends on.
 
     Raises:
         ValueError: nothing says of which commit the files are; see `commit`.
     """
-    import torch
-
     machine = {
         "date": datetime.now(UTC).date().isoformat(),
         "commit": commit(),
@@ -32,12 +30,8 @@ def facts(device: "torch.device") -> dict[str, str]:
         "torch": torch.__version__,
         "processor": _processor(),
     }
-    try:
-        import triton
-
-        machine["triton"] = triton.__version__
-    except ImportError:
-        pass
+    with suppress(ImportError):
+        machine["triton"] = importlib.import_module("triton").__version__
     if device.type == "cuda":
         machine |= {
             "gpu": torch.cuda.get_device_name(device),
@@ -49,11 +43,10 @@ def facts(device: "torch.device") -> dict[str, str]:
 
 
 def commit() -> str:
-    """The commit of the files, with `+changes` where they differ from it.
+    """Return the commit of the files, with `+changes` if they differ from it.
 
     Raises:
-        ValueError: they have no history, and the environment variable names no commit. Whoever records asks before
-            the first measurement, since figures of unknown code count for nothing.
+        ValueError: they have no history, and the environment variable names no commit.
     """
     if COMMIT in os.environ:
         return checked(os.environ[COMMIT], COMMIT)
@@ -64,30 +57,25 @@ def commit() -> str:
 
 
 def checked(commit: str, where: str) -> str:
-    """Give back what is a commit's hash.
-
-    Raises:
-        ValueError: it is none; `where` it was found.
-    """
+    """Return a commit's hash, or raise ValueError with the place where it was read."""
     if not _HASH.fullmatch(commit):
         raise ValueError(
-            f"{where}: the commit is {commit!r}; needed are 7 to 40 hexadecimal digits. Where a copy of the files has "
-            f"no history, set {COMMIT} to what `git rev-parse HEAD` says where they come from"
+            f"{where}: the commit is {commit!r}; needed are 7 to 40 hexadecimal digits. If a copy of the files has no "
+            f"history, set {COMMIT} to the output of `git rev-parse HEAD` in the original"
         )
     return commit
 
 
 def _processor() -> str:
-    info = Path("/proc/cpuinfo")
-    if info.is_file():
-        for line in info.read_text(encoding="utf-8", errors="replace").splitlines():
+    with suppress(OSError):
+        for line in Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines():
             if line.startswith("model name"):
                 return line.partition(":")[2].strip()
     return platform.processor() or platform.machine()
 
 
 def _first_line(*command: str) -> str:
-    """The first line that a command prints, "" where it prints nothing, "unknown" where it fails."""
+    """Return the first line that a command prints, "" if it prints nothing, "unknown" if it fails."""
     try:
         ran = subprocess.run(command, capture_output=True, text=True, timeout=30, check=True)
     except (OSError, subprocess.SubprocessError):

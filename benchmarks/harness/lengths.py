@@ -1,8 +1,7 @@
-"""Sentence lengths of Multi30k en-de, kept as counts of (source, target) token lengths, and batches drawn from them.
+"""Sentence lengths of Multi30k en-de as counts of (source, target) token lengths, and batches drawn from them.
 
-What padding costs depends on nothing but lengths, and lengths can be handed on where sentences cannot. The counts are
-joint, because bucketing lives on the two sides of a pair being about as long. Token ids are random. Counted were the
-training pairs under one joint BPE vocabulary of 8,000, special ids left out.
+The counts are joint, because bucketing depends on both sides of a pair being about as long. Token ids are random.
+Counted were the training pairs under one joint BPE vocabulary of 8,000, without special ids.
 """
 
 import json
@@ -29,29 +28,18 @@ def random_pairs(number: int = 29_000, seed: int = 0) -> EncodedPairs:
 
 
 def random_sequences(lengths: np.ndarray, random: np.random.Generator) -> Sequences:
-    """Sequences of random ids, of the given lengths."""
+    """Return sequences of random ids of these lengths."""
     offsets = np.concatenate([[0], np.cumsum(lengths)])
     return Sequences(random.integers(4, VOCABULARY, offsets[-1], np.int32), offsets)
 
 
-def typical_batch(kind: str) -> tuple[Batch, Batch, float]:
-    """`typical_pairs` as a batch: packed, the same padded, and the epoch's share of padding."""
-    chosen, share = _typical(kind)
-    return collate(chosen, packed=True), collate(chosen, packed=False), share
-
-
-def typical_pairs(kind: str) -> EncodedPairs:
-    """The pairs of one batch whose share of padding is nearest to that of an epoch.
-
-    Args:
-        kind: "random" = 128 sentences in random order; "bucketed" = 4,096 positions a side, padding counted, of pairs
-            sorted by (target, source) length.
-    """
-    return _typical(kind)[0]
+def typical_batch(kind: str) -> Batch:
+    """Return `typical_pairs` as a packed batch."""
+    return collate(typical_pairs(kind), packed=True)
 
 
 def first_pairs(kind: str, number: int) -> list[EncodedPairs]:
-    """The pairs of the first batches of an epoch; kinds as in `typical_pairs`."""
+    """Return the pairs of the first batches of an epoch; kinds as in `typical_pairs`."""
     batches = _batches(kind)
     return [batches.pairs.take(indices) for indices in batches.plan(0)[:number]]
 
@@ -62,7 +50,13 @@ def _batches(kind: str) -> Batches:
     return Batches(random_pairs(), tokens=4096, bucket=True, packed=False)
 
 
-def _typical(kind: str) -> tuple[EncodedPairs, float]:
+def typical_pairs(kind: str) -> EncodedPairs:
+    """Return the pairs of one batch whose share of padding is nearest to that of an epoch.
+
+    Args:
+        kind: "random" = 128 sentences in random order; "bucketed" = 4,096 positions a side, padding counted, of pairs
+            sorted by (target, source) length.
+    """
     batches = _batches(kind)
     pairs = batches.pairs
     source, target = pairs.source.lengths + 1, pairs.target.lengths + 1
@@ -73,11 +67,11 @@ def _typical(kind: str) -> tuple[EncodedPairs, float]:
         return 1 - int(source[indices].sum() + target[indices].sum()) / positions
 
     share = batches.padding_share()
-    return pairs.take(min(plan, key=lambda indices: abs(padding(indices) - share))), share
+    return pairs.take(min(plan, key=lambda indices: abs(padding(indices) - share)))
 
 
 def uniform_lengths(number: int, longest: int, share: float) -> Lengths:
-    """Lengths spread evenly, so that `share` of `[number, longest]` is padding; one is the longest, none is empty."""
+    """Return evenly spread lengths with `share` of `[number, longest]` padding; one is the longest, none is empty."""
     mean = longest if number == 1 else ((1 - share) * number - 1) * longest / (number - 1)  # of all but the longest
     spread = min(longest - mean, mean - 1)
     quantiles = (np.arange(number - 1) + 0.5) / max(number - 1, 1)
@@ -86,6 +80,5 @@ def uniform_lengths(number: int, longest: int, share: float) -> Lengths:
 
 
 def multi30k_lengths(number: int = 128) -> Lengths:
-    """Target lengths, eos counted, of the first sentences of `typical_pairs` in random order; 128: the whole batch."""
-    lengths: Lengths = typical_pairs("random").target.lengths[:number].astype(np.int64) + 1
-    return lengths
+    """Return target lengths, eos counted, of the first sentences of a typical random batch."""
+    return typical_pairs("random").target.lengths[:number].astype(np.int64) + 1

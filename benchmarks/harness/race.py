@@ -41,11 +41,8 @@ _OUT_OF_MEMORY = "out of memory"
 class Contender:
     """One side of a comparison.
 
-    Attributes:
-        run: what is timed.
-        tokens: tokens that a call processes; 1: times are compared by the call.
-        forward: the forward pass of a training step, whose bytes for backward are counted. `run` has run before.
-        leaves: tensors that gradients are taken for, which do not count.
+    `run` is timed and processes `tokens`; with 1, times are compared by the call. `forward` is the forward pass of a
+    training step whose bytes for backward are counted, without those of the `leaves`; `run` has run before.
     """
 
     name: str
@@ -59,10 +56,8 @@ class Contender:
 class Op:
     """One side of a comparison of a differentiable op.
 
-    Attributes:
-        run: computes the output; several outputs are allowed where the op is only timed.
-        compared: selects the part of output and gradients that is compared with fp64.
-        upstream: gradient of the output, if its layout differs from the other side's.
+    `run` computes the output, or several outputs where the op is only timed. `compared` selects the part of output and
+    gradients that is compared with fp64. `upstream` is the gradient of the output, if its layout is not the other's.
     """
 
     name: str
@@ -98,17 +93,10 @@ class Race:
         ceilings: Ceilings,
         record: Record,
         *,
-        tiny: bool,
-        seconds: float = math.inf,
-        profiles: Path | None = None,
+        tiny: bool,  # run the code once on small shapes, time nothing
+        seconds: float = math.inf,  # of the rounds of a case on a CPU; there are fewer rounds if they take longer
+        profiles: Path | None = None,  # folder for a profile of a call of fastformer
     ) -> None:
-        """See the fixture `race`.
-
-        Args:
-            tiny: run the code once on small shapes, time nothing.
-            seconds: of the rounds of a case on a CPU; there are fewer rounds than asked for if they take longer.
-            profiles: folder for a profile of a call of fastformer.
-        """
         self.benchmark, self.watch, self.ceilings, self.record = benchmark, watch, ceilings, record
         self.seconds, self.profiles = seconds, profiles
         self.tiny = tiny
@@ -176,25 +164,18 @@ class Race:
     ) -> None:
         """Compare output and gradients of both sides with fp64, then time one direction.
 
-        Args:
-            case: its name in the tables; the direction is added.
-            ours: the op of fastformer.
-            theirs: the op of the competitor, with as many inputs.
-            upstream: gradient of the output; positions where it is 0 (padding) are not compared.
-            expected: output and gradients of all inputs in fp64, of the parts that `Op.compared` selects.
-            tolerance: relative to the norm of each.
-            direction: what is timed.
-            timed: both ops and their upstream gradients to time instead: with dropout, whose masks differ, or with
-                several outputs.
-            fields: see `__call__`.
+        `expected` are output and gradients of all inputs in fp64, of the parts that `Op.compared` selects; `tolerance`
+        is relative to the norm of each. Positions where the gradient `upstream` of the output is 0 (padding) are not
+        compared. `timed` are both ops and their upstream gradients to time instead: with dropout, whose masks differ,
+        or with several outputs. `fields` are those of `__call__`.
         """
         real = ours.compared(upstream if ours.upstream is None else ours.upstream) != 0
         names = ["output", *(f"gradient {i}" for i in range(len(expected) - 1))]
 
         def compare(op: Op, gate: Callable[[str, Tensor, Tensor, float], None]) -> None:
-            for name, found, value in zip(names, op.results(upstream), expected, strict=True):
-                pair = [torch.where(real, x, 0) for x in (found, value)] if name == "output" else [found, value]
-                gate(name, pair[0], pair[1], tolerance)
+            for name, *pair in zip(names, op.results(upstream), expected, strict=True):
+                actual, value = [torch.where(real, x, 0) for x in pair] if name == "output" else pair
+                gate(name, actual, value, tolerance)
 
         try:
             compare(ours, self.gate)
@@ -217,9 +198,9 @@ class Race:
         )
         run = ours.call(direction, gradient)
         other = run if self.fault else theirs.call(direction, gradient)
-        rounds = _OP_ROUNDS[self.device.type]
         sides = Contender("fastformer", run), Contender(theirs.name, other)
-        self(f"{case}, {_NAMES[direction]}", sides[0], sides[1], rounds=rounds, dtype=dtype, **memory, **fields)
+        fields |= memory | {"rounds": _OP_ROUNDS[self.device.type], "dtype": dtype}
+        self(f"{case}, {_NAMES[direction]}", *sides, **fields)
 
     def __call__(
         self,
@@ -237,18 +218,11 @@ class Race:
         """Time both sides in turn and record the ratio, by the token; time fastformer alone if the competitor is wrong.
 
         Args:
-            case: its name in the tables.
-            ours: fastformer.
-            theirs: the competitor.
             rounds: how often both are timed.
             goal: of the ratio.
-            work: operations and bytes that a call needs at least.
-            dtype: of the matrix products.
+            work: operations and bytes that a call needs at least, in matrix products of `dtype`.
             graph_below: seconds; on a GPU, shorter calls are also timed as CUDA graphs.
             fields: further fields of the row.
-
-        Raises:
-            AssertionError: no gate was passed.
         """
         assert self.gates or self.fault, "a speed counts only after a gate"
         watch = self.watch

@@ -11,12 +11,11 @@ FORMAT = 1  # of records and results; raised when fields of a row change
 
 
 class Row(BaseModel):
-    """A case against a competitor. Times are seconds a call, medians over rounds.
+    """A case against a competitor. Times are seconds a call, medians over rounds; pairs are (fastformer, competitor).
 
-    `theirs` is None where the competitor was not timed, and `status` says why. `ratio`, `wall` and `graph` are the
+    `theirs` is None if the competitor was not timed; `status` gives the reason. `ratio`, `wall` and `graph` are the
     competitor's time over fastformer's: by the clock of the device, by the wall clock, and of CUDA graphs. `floor` is
-    the share of the time that the hardware needs at least (`benchmarks.harness.clock`). Pairs are (fastformer,
-    competitor).
+    the least time of the hardware (`benchmarks.harness.clock`) over the time.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")

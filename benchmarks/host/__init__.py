@@ -1,1 +1,1 @@
-"""Measure what calls cost the host, on a machine without a GPU: `python -m benchmarks.host`."""
+"""Measure the host time of calls on a machine without a GPU: `python -m benchmarks.host`."""

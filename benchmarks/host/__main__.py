@@ -1,18 +1,18 @@
-"""What a call costs the host: ours against torch's own, on tensors so small that computing them takes nothing.
+"""Measure the host time of fastformer's calls and of torch's, on tensors so small that computing takes no time.
 
     python -m benchmarks.host         # microseconds of process CPU time, best of 40 rounds
 
-A GPU waits for the host where its own work is shorter: at batches below some 4,000 tokens of the base model. Needs no
-GPU (`null_driver`); torch's side then has a CPU's tiny kernels in place of launches, which take about as long. Where a
-graph would be launched, which takes some microseconds, nothing is.
+A GPU waits for the host if its own work is shorter: at batches below some 4,000 tokens of the base model. Needs no GPU
+(`null_driver`); torch then runs a CPU's tiny kernels in place of launches, which take about as long. CUDA graphs are
+not launched, which would take some microseconds.
 """
 
 import argparse
 import sys
 import time
+import timeit
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -34,17 +34,11 @@ from fastformer.host.cuda_graphs import Recorder
 from fastformer.packing import Layout
 
 _ROUNDS = 40
-_SECONDS = 0.004  # of a round: between two of them other programs run, the best has met none
-_LAYERS = 6
+_SECONDS = 0.004  # of a round, so short that other programs do not run in the best one
 D, H, P = 32, 2, 0.1
 
 
-class CallPair(NamedTuple):
-    """A call, forward alone and with backward, of both sides."""
-
-    name: str
-    ours: Call
-    theirs: Call
+Pair = tuple[str, Call, Call]  # a name, fastformer's call and torch's
 
 
 def _parameters(*shapes: tuple[int, ...]) -> list[Tensor]:
@@ -52,7 +46,7 @@ def _parameters(*shapes: tuple[int, ...]) -> list[Tensor]:
 
 
 def _calls() -> list[tuple[str, list[Tensor], Callable[..., Tensor], Callable[..., Tensor]]]:
-    """Name, what is differentiated, ours and torch's."""
+    """Return names, what is differentiated, fastformer's ops and torch's."""
     layout = Layout.from_lengths([4, 4])
     heads = _parameters(*[(8, H, 16)] * 3)
     dense = _parameters(*[(2, H, 4, 16)] * 3)
@@ -103,55 +97,42 @@ def _calls() -> list[tuple[str, list[Tensor], Callable[..., Tensor], Callable[..
     ]  # fmt: skip
 
 
-def _twice(
-    name: str, leaves: list[Tensor], ours: Callable[..., Tensor], theirs: Callable[..., Tensor]
-) -> list[CallPair]:
+def _op_pairs(
+    name: str, leaves: list[Tensor], op: Callable[..., Tensor], torch_op: Callable[..., Tensor]
+) -> list[Pair]:
+    """Return an op's call, forward alone and with backward, of both sides."""
     plain = [x.detach() for x in leaves]
 
-    def with_backward(call: Callable[..., Tensor]) -> Call:
-        out = call(*leaves)
-        grad = torch.ones_like(out)
-        return lambda: torch.autograd.grad(call(*leaves), leaves, grad)
+    def with_backward(op: Callable[..., Tensor]) -> Call:
+        grad = torch.ones_like(op(*leaves))
+        return lambda: torch.autograd.grad(op(*leaves), leaves, grad)
 
     return [
-        CallPair(name, lambda: ours(*plain), lambda: theirs(*plain)),
-        CallPair(f"{name}, and backward", with_backward(ours), with_backward(theirs)),
+        (name, partial(op, *plain), partial(torch_op, *plain)),
+        (f"{name}, and backward", with_backward(op), with_backward(torch_op)),
     ]
 
 
-def _steps() -> list[CallPair]:
-    """A training step of the translation model, 6+6 layers, against torch.nn.Transformer."""
+def _step_pairs() -> list[Pair]:
+    """Return training steps of the translation model, 6+6 layers, and of torch.nn.Transformer."""
     pairs = random_pairs(2)
     packed, padded = (collate(pairs, packed=form) for form in (True, False))
-    config = TranslationConfig(
-        VOCABULARY,
-        VOCABULARY,
-        d_model=D,
-        heads=H,
-        feed_forward=64,
-        encoder_layers=_LAYERS,
-        decoder_layers=_LAYERS,
-    )
-    model = TranslationModel(config)
+    model = TranslationModel(TranslationConfig(VOCABULARY, VOCABULARY, d_model=D, heads=H, feed_forward=64))
     twin = TorchTranslation(model, max(padded.source.shape[1], padded.target_in.shape[1]))
-    ours = training_step(model, lambda: translation_loss(model, packed, 0.1), packed)
-    theirs = training_step(twin, lambda: twin.loss(padded, 0.1), padded)
+    loss, twin_loss = partial(translation_loss, model, packed, 0.1), partial(twin.loss, padded, 0.1)
+    step = training_step(twin, twin_loss, padded)
     return [
-        CallPair("model, loss", lambda: translation_loss(model, packed, 0.1), lambda: twin.loss(padded, 0.1)),
-        CallPair("model, training step", ours, theirs),
-        CallPair("trainer's step", _trainer_step(model, packed, None), theirs),
-        CallPair("trainer's step, CUDA graphs", _trainer_step(model, packed, null_driver.NullRecorder()), theirs),
+        ("model, loss", loss, twin_loss),
+        ("model, training step", training_step(model, loss, packed), step),
+        ("trainer's step", _trainer_step(model, packed, None), step),
+        ("trainer's step, CUDA graphs", _trainer_step(model, packed, null_driver.NullRecorder()), step),
     ]
 
 
 def _trainer_step(model: TranslationModel, batch: Batch, recorder: Recorder | None) -> Call:
-    """A step as the trainer makes it: the batch to the device, loss, gradients, their norm, clipping and AdamW."""
-    config, alone = TrainConfig(steps=1), Processes()
-    loss = partial(translation_loss, label_smoothing=0.1)
-    if recorder is None:
-        update = Update(model, loss, config, alone)
-    else:
-        update = GraphedUpdate(model, loss, config, alone, recorder)
+    """Return the trainer's step: the batch to the device, loss, gradients, their norm, clipping and AdamW."""
+    arguments = model, partial(translation_loss, label_smoothing=0.1), TrainConfig(steps=1), Processes()
+    update = Update(*arguments) if recorder is None else GraphedUpdate(*arguments, recorder)
 
     def step() -> None:
         _, norm, _ = update.gradients([batch])
@@ -161,20 +142,13 @@ def _trainer_step(model: TranslationModel, batch: Batch, recorder: Recorder | No
 
 
 def _microseconds(*runs: Call) -> list[float]:
-    """The least CPU time of each, in turns."""
-    least, numbers = [float("inf")] * len(runs), []
-    for run in runs:
-        run()  # compiles
-        begin = time.process_time()
-        run()
-        numbers.append(max(1, int(_SECONDS / max(time.process_time() - begin, 1e-6))))
-    for _ in range(_ROUNDS):
-        for i, run in enumerate(runs):
-            begin = time.process_time()
-            for _ in range(numbers[i]):
-                run()
-            least[i] = min(least[i], (time.process_time() - begin) / numbers[i] * 1e6)
-    return least
+    """Return the least CPU time of each call, timed in turns."""
+    timers = [timeit.Timer(run, timer=time.process_time) for run in runs]
+    for timer in timers:
+        timer.timeit(1)  # compiles
+    numbers = [max(1, int(_SECONDS / max(timer.timeit(1), 1e-6))) for timer in timers]
+    rounds = [[timer.timeit(n) / n for timer, n in zip(timers, numbers, strict=True)] for _ in range(_ROUNDS)]
+    return [1e6 * min(times) for times in zip(*rounds, strict=True)]
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -186,12 +160,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     fastformer.set_backend("triton")
     torch.manual_seed(0)
     torch.set_num_threads(1)
-    cases = [case for call in _calls() for case in _twice(*call)] + _steps()
+    pairs = [pair for call in _calls() for pair in _op_pairs(*call)] + _step_pairs()
     print(f"{'us a call':<36} {'ours':>8} {'torch':>8} {'ratio':>6}")
-    for case in cases:
-        if options.only in case.name:
-            ours, theirs = _microseconds(case.ours, case.theirs)
-            print(f"{case.name:<36} {ours:>8.1f} {theirs:>8.1f} {theirs / ours:>6.2f}", flush=True)
+    for name, *calls in pairs:
+        if options.only in name:
+            time_fastformer, time_torch = _microseconds(*calls)
+            ratio = time_torch / time_fastformer
+            print(f"{name:<36} {time_fastformer:>8.1f} {time_torch:>8.1f} {ratio:>6.2f}", flush=True)
     return 0
 
 

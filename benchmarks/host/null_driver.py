@@ -1,8 +1,8 @@
-"""A driver for Triton that launches nothing: all the host does for a GPU, on a machine without one.
+"""A driver for Triton that launches nothing: all that the host does for a GPU, on a machine without one.
 
-Kernels are compiled for an H200, arguments are bound and specialised, and CPU tensors stand for a GPU's. Left out are
-the launch itself (Triton's C function, cuLaunchKernel) and the switch of devices. What kernels should have written is
-whatever was in memory. `tests/compiled` has a driver of this kind whose launches execute what was compiled.
+Kernels are compiled for an H200, and arguments are bound and specialised; CPU tensors stand for a GPU's. Left out are
+the launch itself (Triton's C function, cuLaunchKernel) and the switch of devices. Outputs of kernels have no values.
+`tests/compiled` has a driver of this kind whose launches execute the compiled code.
 """
 
 import sys
@@ -27,12 +27,12 @@ class _Launcher:
 
 
 def launched() -> int:
-    """How many kernels would have been launched so far."""
+    """Return the number of kernels that would have been launched so far."""
     return _Launcher.launched
 
 
 class Utilities:
-    """What Triton asks about a GPU before it launches."""
+    """The facts that Triton reads about a GPU before a launch."""
 
     def __init__(self, arch: int) -> None:
         self.gpu = ARCHITECTURES[arch]
@@ -46,7 +46,7 @@ class Utilities:
 
 
 class NullDriver(Driver):
-    """Beyond binding, which the driver of `benchmarks.codegen` is enough for: loads and launches that do nothing."""
+    """The driver of `benchmarks.codegen`, which binds arguments, with loads and launches that do nothing."""
 
     launcher_cls: Any = _Launcher
 
@@ -73,7 +73,7 @@ class NullRecorder:
 
 
 def stand_in(driver: NullDriver) -> None:
-    """Launch by that driver from here on, with CPU tensors for a GPU's, of which the launchers get its facts.
+    """Launch by a driver from here on, with CPU tensors and the facts of its GPU.
 
     Raises:
         RuntimeError: Triton's interpreter is on.
@@ -93,11 +93,7 @@ def stand_in(driver: NullDriver) -> None:
 
 
 def install() -> None:
-    """Use it from here on, in a process that runs nothing else: our ops then give garbage.
-
-    Raises:
-        RuntimeError: Triton's interpreter is on.
-    """
+    """Use `NullDriver` in the rest of this process, in which fastformer's ops then return garbage."""
     stand_in(NullDriver())
     # As on a GPU: torch's own dropout, one kernel, no look at values, and norms in fp32 under autocast.
     setattr(sys.modules["fastformer.functional.dropout"], "drop", _native_dropout)  # noqa: B010

@@ -16,44 +16,35 @@ from fastformer_kernels.attention import tiles
 CPU = torch.device("cpu")
 
 
-def sweep(call, options, minutes=1.0):
+def measure(call, options, minutes=1.0):
     case = tuning.Case("kernel", "shape", lambda device: call, options)
-    return list(tuning.Sweep(Stopwatch(CPU), time.monotonic() + 60 * minutes).case(0, case))
+    return list(tuning.measure(case, Stopwatch(CPU), time.monotonic() + 60 * minutes, tiny=False))
 
 
 def test_similar_tiles_are_one_step_away_within_the_limits():
     chosen = {"BLOCK_T": 256, "BLOCK_S": 32, "num_warps": 4, "num_stages": 1}
-    changes = [{k: v for k, v in config.items() if v != chosen[k]} for config in tuning.neighbours(chosen)]
-    assert changes == [
-        {"BLOCK_T": 128},
-        {"BLOCK_S": 16},
-        {"BLOCK_S": 64},
-        {"num_warps": 2},
-        {"num_warps": 8},
-        {"num_stages": 2},
-        {"BLOCK_T": 128, "num_warps": 2},
-        {"BLOCK_S": 16, "num_warps": 2},
-        {"BLOCK_S": 64, "num_warps": 8},
-        {"BLOCK_T": 128, "BLOCK_S": 64},
-    ]
+    changes = [{k: v for k, v in config.items() if v != chosen[k]} for config in tuning.similar_tiles(chosen)]
+    one_number = [{"BLOCK_T": 128}, {"BLOCK_S": 16}, {"BLOCK_S": 64}, {"num_warps": 2}, {"num_warps": 8}]
+    with_warps = [{"BLOCK_T": 128, "num_warps": 2}, {"BLOCK_S": 16, "num_warps": 2}, {"BLOCK_S": 64, "num_warps": 8}]
+    assert changes == [*one_number, {"num_stages": 2}, *with_warps, {"BLOCK_T": 128, "BLOCK_S": 64}]
 
 
 def test_what_is_wrong_or_fails_is_no_figure(monkeypatch):
-    monkeypatch.setattr(tuning.Sweep, "time_pair", lambda self, base, other: (1.0, 2.0))
+    monkeypatch.setattr(tuning, "time_pair", lambda watch, base, other: (1.0, 2.0))
 
     def call(n):
         if n == 2:
             raise RuntimeError("out of resource: shared memory\nand more")
         return [torch.tensor([1.0 if n != 3 else 1.5]), torch.tensor([math.nan if n == 4 else 0.0])]
 
-    found = sweep(call, tuple({"n": n} for n in range(5)))
-    assert [(trial.config["n"], trial.status, trial.ratio) for trial in found] == [
+    trials = measure(call, tuple({"n": n} for n in range(5)))
+    assert [(trial.config["n"], trial.status, trial.ratio) for trial in trials] == [
         (1, "measured", 2.0),
         (2, "RuntimeError: out of resource: shared memory", None),
         (3, "ValueError: wrong: off by 5.0e-01", None),
         (4, "ValueError: wrong: off by nan", None),
     ]
-    assert [trial.status for trial in sweep(call, ({"n": 1}, {"n": 1}), minutes=-1)] == ["TimeoutError: no time left"]
+    assert [trial.status for trial in measure(call, ({"n": 1}, {"n": 1}), minutes=-1)] == ["TimeoutError: no time left"]
 
 
 def test_the_library_takes_tiles_that_were_measured_to_be_faster(monkeypatch, tmp_path):
@@ -97,5 +88,5 @@ def test_a_dry_run_tries_every_tile_and_times_nothing(tmp_path, monkeypatch):
     head, *rows = [json.loads(line) for line in out.read_text(encoding="utf-8").splitlines()]
     assert head["machine"]["commit"] == "0123456"
     trials = [row["tuning"] for row in rows]
-    assert [trial["config"] for trial in trials] == tuning.neighbours(trials[0]["chosen"])
+    assert [trial["config"] for trial in trials] == tuning.similar_tiles(trials[0]["chosen"])
     assert {(trial["status"], trial["ratio"]) for trial in trials} == {("dry run", None)}

@@ -27,29 +27,29 @@ TF32_BACKWARD = {16: (1024,), 32: (400, 1024), 64: (1024,), 128: (1024,)}
 
 
 def heads(T: int, K: int, dtype: torch.dtype, V: int | None = None) -> tuple[Tensor, Tensor, Tensor]:
-    """q, k and v as projections leave them."""
+    """Return q, k and v as projections leave them."""
     q, k, v = (meta(B, T, H, size, dtype=dtype).transpose(1, 2) for size in (K, K, V or K))
     return q, k, v
 
 
 def light(T: int) -> Arguments:
-    """Causal with lengths: what a language model or a decoder needs."""
+    """Return causality and lengths, the arguments of a language model or a decoder."""
     return Arguments(queries=T, keys=T, scale=0.125, right=0, bounds=meta(B, 8, dtype=torch.int32))
 
 
 def dropped(T: int) -> Arguments:
-    """The same with dropout, a key mask and a window."""
+    """Add dropout, a key mask and a window to `light`."""
     seed, key_mask = meta(1, dtype=torch.int64), meta(B, T, dtype=torch.bool)
     return light(T)._replace(key_mask=key_mask, seed=seed, left=100, dropout_p=0.1)
 
 
 def heavy(T: int) -> Arguments:
-    """Every option that needs registers: additive mask, key mask, window, softcap and dropout."""
+    """Return every option that needs registers: additive mask, key mask, window, softcap and dropout."""
     return dropped(T)._replace(mask=meta(B, 1, T, T), softcap=30.0)
 
 
 def by_distance(T: int) -> Arguments:
-    """The first, with a bias by distance and sinks: ALiBi, T5's relative bias."""
+    """Add a bias by distance and sinks to `light`: ALiBi, T5's relative bias."""
     return light(T)._replace(distance_bias=meta(H, 2 * T - 1), sinks=meta(H))
 
 
@@ -77,8 +77,8 @@ def backward_case(
         q, k, v = heads(T, K, dtype, V)
         arguments = options(T)
         dweights = meta(B, H, T, T, dtype=dtype) if weights else None
-        given = (v, q, k, v, v, lse_of(arguments, T), meta(B, H, T) if weights else None, dweights)
-        return attention_backward.backward(*given, True, True, fast, *arguments)
+        tensors = (v, q, k, v, v, lse_of(arguments, T), meta(B, H, T) if weights else None, dweights)
+        return attention_backward.backward(*tensors, True, True, fast, *arguments)
 
     return run
 
@@ -120,7 +120,7 @@ def distance_case(name: str, K: int, dtype: torch.dtype) -> Callable[[], object]
 def cases_of(
     kind: str, dtype: torch.dtype, forward: Mapping[int, tuple[int, ...]], backward: Mapping[int, tuple[int, ...]]
 ) -> Iterator[tuple[str, Callable[[], object]]]:
-    """Those of one way to multiply."""
+    """Yield the cases of one way to multiply."""
     for options in (light, heavy):
         for K, lengths in forward.items():
             for T in lengths if options is light else lengths[-1:]:  # heavy tiles are the same at every length
@@ -134,7 +134,7 @@ def cases_of(
 
 
 def in_tf32(call: Callable[[], object]) -> Callable[[], object]:
-    """The call, where torch's own products of fp32 are asked to be tf32."""
+    """Return the call with tf32 enabled for torch's products of fp32."""
 
     def run() -> object:
         before = torch.get_float32_matmul_precision()

@@ -44,9 +44,9 @@ def _layer_norm_backward(
     N: int, x: torch.dtype, weight: torch.dtype | None, y: torch.dtype, wants_x: bool = True, wants_weight: bool = True
 ) -> object:
     row, statistic = None if weight is None else meta(N, dtype=weight), meta(ROWS)
-    wanted = weight if wants_weight else None
+    dtype = weight if wants_weight else None
     dy, x_ = meta(ROWS, N, dtype=y), meta(ROWS, N, dtype=x)
-    return layer_norm.backward(dy, x_, row, statistic, statistic, x if wants_x else None, wanted, wanted)
+    return layer_norm.backward(dy, x_, row, statistic, statistic, x if wants_x else None, dtype, dtype)
 
 
 def layer_norm_cases() -> Cases:
@@ -109,10 +109,10 @@ def _add_norm_backward(
 ) -> object:
     s, row, statistic = meta(ROWS, N, dtype=residual), meta(N, dtype=residual), meta(ROWS)
     dw = residual if has_dy else None
-    wanted = (residual, x if dropout_p > 0.0 or x != residual else None, dw, dw if centred else None)
+    dtypes = (residual, x if dropout_p > 0.0 or x != residual else None, dw, dw if centred else None)
     grads = (s if has_dy else None, s if has_ds else None)
     statistics = (statistic if centred else None, statistic)
-    return dropout_add_norm.backward(*grads, s, row, *statistics, _seed(dropout_p), dropout_p, *wanted)
+    return dropout_add_norm.backward(*grads, s, row, *statistics, _seed(dropout_p), dropout_p, *dtypes)
 
 
 def dropout_add_norm_cases() -> Cases:

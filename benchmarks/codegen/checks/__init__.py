@@ -1,4 +1,1 @@
-"""What is read from each stage of a compilation beyond its resources: TTGIR, PTX and SASS, a module for each question.
-
-Every one of these goes into the fingerprint of a compilation (`compilation.fingerprint`).
-"""
+"""Checks of one stage of a compilation each: TTGIR, PTX or SASS. Their code is in every fingerprint."""

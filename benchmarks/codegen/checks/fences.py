@@ -1,12 +1,12 @@
-"""Fences between the two ways to shared memory on sm_90, read from PTX.
+"""Find missing fences between the two proxies of shared memory on sm_90, in PTX.
 
 Threads write shared memory through the generic proxy (st.shared, and cp.async, complete at its cp.async.wait_group);
-wgmma reads its operands there through the async proxy. PTX asks for a `fence.proxy.async` between (PTX ISA, "Async
-proxy"); without one a product may read what was there before. Counted is each `wgmma.mma_async` that some path reaches
-after such a write and without the fence.
+wgmma reads its operands through the async proxy. PTX requires a `fence.proxy.async` between (PTX ISA, "Async proxy");
+without one a product may read old contents. Counted is each `wgmma.mma_async` that some path reaches after such a write
+and without the fence.
 
-Memory that threads read back (ld.shared, ldmatrix) is how a layout is converted or a row reduced, not an operand: what
-was stored before such a load is not counted. An operand stored before it, unfenced, would be missed; cp.async is not.
+Memory that threads read back (ld.shared, ldmatrix) converts a layout or reduces a row and is no operand: stores before
+such a load are not counted. An operand stored before it, unfenced, would be missed; cp.async is not.
 """
 
 import re
@@ -22,7 +22,7 @@ _PRODUCT = re.compile(r"\bwgmma\.mma_async\b")
 
 
 class _Unfenced(NamedTuple):
-    """What was written since the last fence."""
+    """Writes since the last fence."""
 
     copied: bool = False
     stored: bool = False
@@ -39,18 +39,18 @@ class _Unfenced(NamedTuple):
 
 def unfenced(ptx: str) -> int:
     """Return how many wgmma may read shared memory that was written since the last fence."""
-    found = blocks(ptx)
+    code = blocks(ptx)
     counted: set[tuple[int, int]] = set()
     seen: set[tuple[int, _Unfenced]] = set()
     ahead = [(0, _Unfenced())]
     while ahead:
-        if (at := ahead.pop()) in seen:
+        number, state = position = ahead.pop()
+        if position in seen:
             continue
-        seen.add(at)
-        number, state = at
-        for place, line in enumerate(found[number].instructions):
+        seen.add(position)
+        for index, line in enumerate(code[number].instructions):
             state = state.after(line)
             if any(state) and _PRODUCT.search(line):
-                counted.add((number, place))
-        ahead += [(successor, state) for successor in found[number].successors]
+                counted.add((number, index))
+        ahead += [(successor, state) for successor in code[number].successors]
     return len(counted)

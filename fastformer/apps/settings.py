@@ -15,9 +15,8 @@ import json
 import os
 import re
 import typing
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import MISSING, Field, asdict, field, fields, is_dataclass
-from itertools import takewhile
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, dataclass_transform
 
@@ -30,7 +29,7 @@ from fastformer.settings import BOUNDS, allowed_range, refusal
 
 SET = "any value"  # in `only`: any value but None
 
-Given = Mapping[str, Mapping[str, Any]]  # section -> name -> value stated by a user
+Given = Mapping[str, Collection[str]]  # section -> names of the settings that a user gave
 _AsText = BeforeValidator(lambda value: os.fspath(value) if isinstance(value, os.PathLike) else value)
 File = Annotated[Path, Strict(False), _AsText]  # takes a text, too
 FolderOrName = Annotated[str, _AsText]
@@ -39,6 +38,7 @@ Share = Annotated[float, Pydantic(ge=0, lt=1)]
 Pair = Annotated[tuple[Share, Share], Strict(False)]  # each at least 0 and below 1
 
 _VAGUE = {"n", "num", "max", "min", "dim", "size", "rate", "steps"}  # words too common to identify a setting
+_FACTS = ("choices", "only", "fixed", "derived", "before")
 _PYDANTIC = {"at_least": "ge", "above": "gt", "below": "lt", "at_most": "le"}
 _KINDS = {
     "int_type": "a whole number",
@@ -77,17 +77,16 @@ def setting(
     """
     numbers = {_PYDANTIC[key]: bound for key, bound in bounds.items() if not isinstance(bound, str)}
     pattern = {"pattern": f"^(?:{'|'.join(map(re.escape, choices))})$"} if choices else {}
-    facts = {"choices": tuple(choices), "only": only or {}, "fixed": fixed, "derived": derived, "before": before}
-    extra = {"json_schema_extra": facts | {"bounds": bounds}}
-    return field(default=default, metadata={"description": help, **extra, **numbers, **pattern})
+    facts = dict(zip(_FACTS, (tuple(choices), only or {}, fixed, derived, before), strict=True))
+    return field(default=default, metadata={"description": help, "bounds": bounds, **facts, **numbers, **pattern})
 
 
 def inherited(settings: type, name: str, **changes: Any) -> Any:
     """Declare the setting `name` of a base class again, with another default or other facts."""
     item = next(item for item in fields(settings) if item.name == name)
-    stated = facts(item)
-    bounds = stated.pop("bounds")
-    return setting(**{"default": item.default, "help": item.metadata["description"], **stated, **bounds, **changes})
+    about = item.metadata
+    arguments = {"default": item.default, "help": about["description"], **{fact: about[fact] for fact in _FACTS}}
+    return setting(**{**arguments, **about["bounds"], **changes})
 
 
 @dataclass_transform(frozen_default=True)
@@ -113,7 +112,7 @@ class Settings:
     def __post_init__(self) -> None:
         """Check bounds that are other settings; pydantic has checked all others."""
         for item in fields(self):
-            value, bounds = getattr(self, item.name), facts(item)["bounds"]
+            value, bounds = getattr(self, item.name), item.metadata["bounds"]
             limits = {key: getattr(self, name) for key, name in bounds.items() if isinstance(name, str)}
             if not all(None in (value, limit) or BOUNDS[key](value, limit) for key, limit in limits.items()):
                 raise ValueError(refusal(item.name, value, allowed_range((), bounds, vars(self))))
@@ -144,7 +143,7 @@ def _one_line(error: ErrorDetails, settings: type[Settings], given: Mapping[str,
         each = error["msg"].removeprefix("Input should be ")
         kind = "a list of more values" if error["type"] == "missing" else f"a list, each {each}"
         return refusal(name, given.get(name, error["input"]), kind)
-    choices, bounds = facts(items[name])["choices"], facts(items[name])["bounds"]
+    choices, bounds = items[name].metadata["choices"], items[name].metadata["bounds"]
     kind = "" if choices else _KINDS.get(error["type"], "")
     return refusal(name, error["input"], allowed_range(choices, bounds, given), kind)
 
@@ -182,11 +181,11 @@ def _words(text: str) -> list[str]:
 
 def _has(text: str, word: str) -> bool:
     """Return whether a text has a word or one with the same beginning: accumulate, accumulation; vocab, vocabulary."""
-    pairs = {other: zip(word, other, strict=False) for other in _words(text)}
-    common = {other: len(list(takewhile(lambda pair: pair[0] == pair[1], each))) for other, each in pairs.items()}
     return any(
-        word == other or shared >= 6 or shared == len(word) >= 3 or shared == len(other) >= 4
-        for other, shared in common.items()
+        word[:6] == other[:6]
+        or (len(word) > 2 and other.startswith(word))
+        or (len(other) > 3 and word.startswith(other))
+        for other in _words(text)
     )
 
 
@@ -201,24 +200,19 @@ def helps(settings: type) -> dict[str, str]:
     return {item.name: item.metadata["description"] for item in fields(settings)}
 
 
-def facts(item: "Field[Any]") -> dict[str, Any]:
-    """Return the arguments of `setting` for a field, without default and help."""
-    return dict(item.metadata.get("json_schema_extra", {}))
-
-
 def befores(settings: type) -> dict[str, Any]:
     """Return the settings that older files lack, each with the value it has in such files."""
-    values = {item.name: facts(item).get("before", MISSING) for item in fields(settings)}
+    values = {item.name: item.metadata.get("before", MISSING) for item in fields(settings)}
     return {name: before for name, before in values.items() if before is not MISSING}
 
 
 def explained(item: "Field[Any]", settings: Sequence[type]) -> str:
     """Return a setting's line of help: meaning, choices, bounds and conditions, which may name fields of `settings`."""
-    stated = facts(item)
-    only = ", ".join(_in_words(name, condition, settings) for name, condition in stated["only"].items())
-    notes = "; ".join(filter(None, (allowed_range((), stated["bounds"]), only and f"only {only}")))
-    choices = f": {', '.join(stated['choices'])}" if stated["choices"] else ""
-    return f"{item.metadata['description']}{choices}{notes and f' ({notes})'}"
+    about = item.metadata
+    only = ", ".join(_in_words(name, condition, settings) for name, condition in about["only"].items())
+    notes = "; ".join(filter(None, (allowed_range((), about["bounds"]), only and f"only {only}")))
+    choices = f": {', '.join(about['choices'])}" if about["choices"] else ""
+    return f"{about['description']}{choices}{notes and f' ({notes})'}"
 
 
 def default_text(item: "Field[Any]") -> str:
@@ -234,17 +228,17 @@ def refuse_idle(given: Given, sections: Mapping[str, Any], *others: Any) -> None
     """Raise ValueError for settings that were given and have no effect, naming all and the unmet conditions.
 
     Args:
-        given: settings that a user stated, by section; False needs no effect.
+        given: settings that a user stated; False needs no effect.
         sections: all settings, by section.
         others: further objects whose attributes conditions may name.
     """
     everything = (*sections.values(), *others)
     idle = []
     for section, settings in sections.items():
-        stated = {name for name, value in given.get(section, {}).items() if value is not False}
         for item in fields(settings):
-            if item.name in stated and (failed := next(unmet(item, everything), None)) is not None:
-                name, condition, value = failed
+            if item.name not in given.get(section, ()) or getattr(settings, item.name) is False:
+                continue
+            for name, condition, value in list(unmet(item, everything))[:1]:
                 actual = "" if condition in (None, SET) else f", not {_in_words(name, value, everything)}"
                 idle.append(f"{item.name} has an effect only {_in_words(name, condition, everything)}{actual}")
     if idle:
@@ -253,7 +247,7 @@ def refuse_idle(given: Given, sections: Mapping[str, Any], *others: Any) -> None
 
 def unmet(item: "Field[Any]", settings: Sequence[Any]) -> Iterator[tuple[str, Any, Any]]:
     """Yield the conditions of a field that do not hold: name, allowed values, actual value."""
-    for name, condition in facts(item)["only"].items():
+    for name, condition in item.metadata["only"].items():
         owner = next((each for each in settings if hasattr(each, name)), None)
         value = getattr(owner, name, None)
         if owner is not None and not (value is not None if condition == SET else value in _values(condition)):
@@ -279,7 +273,7 @@ def refuse_fixed(changes: Mapping[str, Any], settings: Settings) -> None:
     """Raise ValueError naming the first of the changes (name -> new value) that a resumed run cannot make."""
     for item in fields(settings):
         before = getattr(settings, item.name)
-        if facts(item)["fixed"] and item.name in changes and changes[item.name] != before:
+        if item.metadata["fixed"] and changes.get(item.name, before) != before:
             raise ValueError(
                 f"{item.name} cannot change when a run goes on: it is {before!r}, not {changes[item.name]!r}; leave it "
                 "out, or start a new run"

@@ -21,7 +21,7 @@ from fastformer.apps.language.run import APPLICATION as LANGUAGE
 from fastformer.apps.language.run import LanguageDataConfig, LanguageTrainConfig
 from fastformer.apps.language.sampling import SamplingOptions
 from fastformer.apps.runs.application import REMOVED, Application
-from fastformer.apps.runs.toml import load_toml, save_toml
+from fastformer.apps.runs.folder import load_toml, save_toml
 from fastformer.apps.settings import File as PathOrText
 from fastformer.apps.settings import (
     FolderOrName,
@@ -31,7 +31,6 @@ from fastformer.apps.settings import (
     declared,
     default_text,
     explained,
-    facts,
     setting,
     to_plain,
 )
@@ -54,7 +53,7 @@ def classes(base: type = Settings) -> Iterator[type[Settings]]:
 def needed(owner: type[Settings]) -> dict[str, Any]:
     """What an instance cannot be without: settings without a default, and an end of training."""
     items = [item for item, _ in declared(owner)]
-    given = {item.name: next(iter(facts(item)["choices"]), 9) for item in items if item.default is MISSING}
+    given = {item.name: next(iter(item.metadata["choices"]), 9) for item in items if item.default is MISSING}
     return given | ({"steps": 10} if "steps" in {item.name for item in items} else {})
 
 
@@ -69,10 +68,10 @@ def test_every_setting_is_checked_and_explained_from_its_declaration(owner: type
             owner(**{**needed(owner), item.name: object()})
         help_ = explained(item, (owner,))
         assert help_.startswith(item.metadata["description"])
-        assert all(choice in help_ for choice in facts(item)["choices"])
-        for key, bound in facts(item)["bounds"].items():
+        assert all(choice in help_ for choice in item.metadata["choices"])
+        for key, bound in item.metadata["bounds"].items():
             assert f"{key.replace('_', ' ')} {bound if isinstance(bound, str) else f'{bound:,}'}" in help_
-        for name, wanted in facts(item)["only"].items():
+        for name, wanted in item.metadata["only"].items():
             assert any(str(each) in help_ for each in (name, *(wanted if isinstance(wanted, tuple) else (wanted,))))
         assert item.default is MISSING or default_text(item)
 
@@ -211,14 +210,14 @@ def test_every_setting_that_is_a_users_is_a_flag_that_tells_default_and_range(na
     for part in name.split():
         command = command.commands[part]
     flags = {each.name: each for each in command.params}
-    own = {item.name for owner in COMMANDS[name] for item, _ in declared(owner) if not facts(item)["derived"]}
+    own = {item.name for owner in COMMANDS[name] for item, _ in declared(owner) if not item.metadata["derived"]}
     derived = {item.name for owner in COMMANDS[name] for item, _ in declared(owner)} - own
     chosen = {"train": TRANSLATION.automatic, "train lm": LANGUAGE.automatic}.get(name, ())
     assert own <= flags.keys()
     assert not derived & flags.keys()
     for owner in COMMANDS[name]:
         for item, _ in declared(owner):
-            if not facts(item)["derived"]:
+            if not item.metadata["derived"]:
                 flag = flags[item.name]
                 assert f"--{item.name.replace('_', '-')}" in flag.opts
                 default = "chosen for corpus and budget" if item.name in chosen else default_text(item)

@@ -3,7 +3,7 @@
 from pathlib import Path
 from typing import Any
 
-from fastformer.apps.runs.kinds import application_for
+from fastformer.apps.runs.application import application_for
 from fastformer.apps.train import CheckpointFolder, TrainConfig
 
 

@@ -24,7 +24,7 @@ except ModuleNotFoundError as error:  # the core installs no command-line librar
         raise
     sys.exit(f"error: the command line needs {error.name}: pip install 'fastformer[apps]'")
 
-from fastformer.apps.runs.kinds import KINDS
+from fastformer.apps.runs.folder import KINDS
 from fastformer.apps.text.files import encode_text
 from fastformer.apps.train.processes import ProcessError, describe_process, leaving
 from fastformer.backend import BackendError

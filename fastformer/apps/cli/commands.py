@@ -16,8 +16,9 @@ import fastformer
 from fastformer.apps.cli.console import MAIN_RUN, Checkpoint, Device, RunFolder, app, choose_device, console
 from fastformer.apps.cli.options import SHARE, USE, flag, whole_number, with_settings
 from fastformer.apps.export import export_ctranslate2, export_safetensors
+from fastformer.apps.models.sizes import describe_model
+from fastformer.apps.runs.application import application_of
 from fastformer.apps.runs.folder import read_kind
-from fastformer.apps.runs.kinds import application_of
 from fastformer.apps.text.scores import BLEU_TOKENIZERS
 from fastformer.apps.train import CheckpointFolder
 from fastformer.apps.translation.search import SearchOptions
@@ -167,7 +168,7 @@ def info(run: Annotated[Path | None, typer.Option(help="run folder to describe, 
     lines += [f"with backend auto, a float32 tensor on {device} takes", *_ops("auto", device)]
     if run is not None:
         application = application_of(read_kind(run))
-        described = application.describe(application.model(**application.read_config(run)["model"]))
+        described = describe_model(application.network, application.model(**application.read_config(run)["model"]))
         checkpoints = CheckpointFolder(run / "checkpoints")
         best, last = (path.name if path else "none" for path in (checkpoints.best(), checkpoints.last()))
         lines.append(f"{run}: {application.title} run, {described}")

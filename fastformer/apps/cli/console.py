@@ -1,21 +1,19 @@
 """Shared by all commands: the typer application, the console, devices, and input and output of lines."""
 
-import collections
 import itertools
 import os
 import re
 import sys
 from collections.abc import Iterable, Iterator
-from io import BufferedReader
 from pathlib import Path
-from typing import Annotated, Any, cast
+from typing import Annotated, Any
 
+import torch
 import typer
 from rich.console import Console
 
 from fastformer.apps.cli.options import App
-from fastformer.apps.runs.folder import refuse_output
-from fastformer.apps.runs.kinds import MAIN
+from fastformer.apps.runs.folder import MAIN, refuse_output
 from fastformer.apps.system.files import check_writable, is_stream
 from fastformer.apps.text.files import checked_lines, lines_of, write_texts
 from fastformer.settings import check_value
@@ -29,7 +27,6 @@ app = App(
 _PLAIN: dict[str, Any] = {"highlight": False, "soft_wrap": True, "markup": False, "emoji": False}
 console = Console(**_PLAIN)
 
-_DEVICES = ("cpu", "cuda", "mps", "xpu")
 RunFolder = Annotated[Path, typer.Option("--run", help="run folder")]
 MAIN_RUN = Path("runs") / MAIN
 Input = Annotated[Path | None, typer.Option(help="file or pipe of texts, one a line; default: standard input")]
@@ -71,13 +68,10 @@ def input_batches(
         console.print("Type a line and press Enter; Ctrl-D ends.", style="dim")
         return ([line.strip()] for line in sys.stdin)
     refuse_output(output, Path("/dev/stdin"))
-    source, name = cast("BufferedReader", sys.stdin.buffer), "standard input"
-    if not source.seekable():
-        return batched(lines_of(source, name), batch_size)
-    begin = source.tell()
-    collections.deque(lines_of(source, name), maxlen=0)  # raises for a line that is no text
-    source.seek(begin)
-    return batched(lines_of(source, name), ahead * batch_size)
+    lines = lines_of(sys.stdin.buffer, "standard input")
+    if sys.stdin.buffer.seekable():  # a file, of which all lines are checked first
+        return batched(list(lines), ahead * batch_size)
+    return batched(lines, batch_size)
 
 
 def batched(lines: Iterable[str], size: int) -> Iterator[list[str]]:
@@ -122,15 +116,13 @@ def put_texts(texts: Iterable[str], output: Path | None) -> None:
 
 def choose_device(name: str) -> str:
     """Return the device that `name` means; raise ValueError if torch does not have it."""
-    import torch
-
     if name == "auto":
         return "cuda" if torch.cuda.is_available() else "cpu"
     try:
         device = torch.device(name)
     except RuntimeError:
         device = torch.device("meta")
-    if device.type not in _DEVICES:
+    if device.type not in ("cpu", "cuda", "mps", "xpu"):
         raise ValueError(f"device must be auto, cpu, cuda, cuda:N, mps or xpu, not {name!r}")
     if device.type == "cpu":
         return name

@@ -1,5 +1,7 @@
 """`fastformer plot attention | positions | history` and `fastformer compare`."""
 
+import math
+from itertools import chain
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -10,8 +12,10 @@ from fastformer.apps.cli.console import MAIN_RUN, Checkpoint, Device, RunFolder,
 from fastformer.apps.cli.options import INSPECT, App, whole_number
 from fastformer.apps.models.embeddings import sinusoidal_positions
 from fastformer.apps.plots.figure import figure_format
-from fastformer.apps.runs.comparison import RunSummary, differing_settings, summarise
-from fastformer.apps.runs.folder import read_kind, refuse_output
+from fastformer.apps.runs.folder import DATA, config_of, read_kind, read_toml, refuse_output
+from fastformer.apps.text.files import read_json
+from fastformer.apps.train import read_metrics
+from fastformer.apps.train.metrics import JSONL, LOWER_IS_BETTER
 from fastformer.settings import check_value
 
 _TRANSLATION = "Of translation runs"
@@ -45,19 +49,13 @@ def attention(
     """Draw the attention weights of a model for a text: one head, the heads of a layer, or all layers."""
     from fastformer.apps.plots import save
 
-    _check_figure(output, run)
+    refuse_output(output, runs=(run,))
+    figure_format(output)
     layers = None if layer is None else _number_or("layer", layer, ("all",))
     heads = _number_or("head", head, ("all", "mean"))
     options = {"text": text, "source": source, "target": target, "kind": kind}
-    attention_of = application_function(run, "attention_of", options)
-    draw, about = attention_of(run=run, checkpoint=checkpoint, device=choose_device(device))
+    draw, about = application_function(run, "attention_of", options)(run, checkpoint, choose_device(device))
     console.print(f"{about}wrote {save(draw(layers, heads), output)}")
-
-
-def _check_figure(output: Path, *runs: Path) -> None:
-    """Raise ValueError for an output that is a file of the runs, or of an unknown format."""
-    refuse_output(output, runs=runs)
-    figure_format(output)
 
 
 def _number_or(name: str, text: str, words: tuple[str, ...]) -> int | str:
@@ -90,8 +88,9 @@ def history(runs: Runs, output: Output = Path("history.png")) -> None:
     """Draw the learning curves of one or several runs."""
     from fastformer.apps.plots import plot_history, save
 
-    _check_figure(output, *runs)
-    curves = {str(run): records for run in runs if (records := summarise(run).records)}
+    refuse_output(output, runs=tuple(runs))
+    figure_format(output)
+    curves = {str(run): records for run in runs if (records := _records(run))}
     if not curves:
         raise ValueError(f"{', '.join(map(str, runs))}: no metrics yet, so there is nothing to draw")
     console.print(f"wrote {save(plot_history(curves), output)}")
@@ -114,34 +113,54 @@ def compare(
     check_value("bootstrap", bootstrap, int | None, at_least=2)
     if bootstrap is not None and (len(runs) < 2 or {read_kind(run) for run in runs} != {"translation"}):
         raise ValueError("--bootstrap compares at least two translation runs")
-    summaries = [summarise(run) for run in runs]
-    differing = differing_settings(summaries)
+    settings = [_settings(run) for run in runs]
+    results = [_results(_records(run), each) for run, each in zip(runs, settings, strict=True)]
+    differing = {name: values for name, values in _rows(settings).items() if any(x != values[0] for x in values)}
     table = Table(box=None, pad_edge=False)
     table.add_column("")
-    for summary in summaries:
-        table.add_column(summary.name, justify="right", overflow="fold")
-    for name, values in (_values(summaries) | differing).items():
+    for run in runs:
+        table.add_column(str(run), justify="right", overflow="fold")
+    for name, values in (_rows(results) | differing).items():
         table.add_row(name, *map(_formatted, values))
     console.print(table)
     if any(name.startswith("text.") for name in differing):
         console.print("The runs differ in text or tokens: their losses and perplexities do not compare.")
     if bootstrap is not None:
-        compare_systems = application_function(runs[0], "compare_systems", {})
-        for score in compare_systems(runs, bootstrap):
+        for score in application_function(runs[0], "compare_systems", {})(runs, bootstrap):
             p_value = "" if score.p_value is None else f"  p = {score.p_value:.4f}"
             console.print(f"{score.metric:6} {score.score:6.2f}{p_value}  {score.system}")
 
 
-def _values(runs: list[RunSummary]) -> dict[str, list[Any]]:
-    """Return steps, time and best validation values, {name: one for each run}."""
-    clocks = " or ".join(dict.fromkeys(str(run.settings.get("train.clock", "wall")) for run in runs))
-    values = {
-        "steps": [run.last.get("step") for run in runs],
-        f"seconds ({clocks})": [run.last.get("seconds") for run in runs],
-        "best validation at step": [run.best.get("step") for run in runs],
-    }
-    names = dict.fromkeys(name for run in runs for name in run.best if name not in ("kind", "step", "epoch", "seconds"))
-    return values | {f"  {name}": [run.best.get(name) for run in runs] for name in names}
+def _records(run: Path) -> list[dict[str, Any]]:
+    """Return the metrics of a run, none if it only began; raises FileNotFoundError if the folder holds no run."""
+    return read_metrics(run) if (config_of(run).parent / JSONL).is_file() else []
+
+
+def _settings(run: Path) -> dict[str, Any]:
+    """Return all of config.toml as "section.key", and the begin of the text's checksums as "text.key"."""
+    sections = {name: values for name, values in read_toml(config_of(run)).items() if isinstance(values, dict)}
+    report = read_json(run / DATA) if (run / DATA).is_file() else {}
+    if not isinstance(report, dict):
+        raise ValueError(f"{run / DATA}: damaged; it is no report of a run's data")
+    sections["text"] = {name: str(report[name])[:8] for name in ("fingerprint", "validation") if name in report}
+    return {f"{section}.{key}": value for section, values in sections.items() for key, value in values.items()}
+
+
+def _results(records: list[dict[str, Any]], settings: dict[str, Any]) -> dict[str, Any]:
+    """Return steps, time and the values of the best validation by the run's metric; if none has it, of the last."""
+    metric, clock = str(settings.get("train.metric", "loss")), settings.get("train.clock", "wall")
+    validations = [each for each in records if each["kind"] in ("validation", "average")]
+    rated = [each for each in validations if not math.isnan(each.get(metric, math.nan))]
+    best = (min if metric in LOWER_IS_BETTER else max)(rated, key=lambda each: each[metric]) if rated else {}
+    best, last = best or (validations or [{}])[-1], (records or [{}])[-1]
+    values = {"steps": last.get("step"), f"seconds ({clock})": last.get("seconds")}
+    values |= {"best validation at step": best.get("step")}
+    return values | {f"  {name}": best[name] for name in best if name not in ("kind", "step", "epoch", "seconds")}
+
+
+def _rows(columns: list[dict[str, Any]]) -> dict[str, list[Any]]:
+    """Return {name: one value for each column, None where it has none}."""
+    return {name: [each.get(name) for each in columns] for name in dict.fromkeys(chain.from_iterable(columns))}
 
 
 def _formatted(value: Any) -> str:

@@ -6,7 +6,6 @@ and options are in groups by `rich_help_panel`, and no name is truncated.
 
 import inspect
 import re
-import types
 import typing
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import Field
@@ -15,7 +14,7 @@ from typing import Any
 import typer
 from typer.core import TyperCommand, TyperGroup
 
-from fastformer.apps.settings import Settings, declared, default_text, explained, facts, nearest, refuse_idle
+from fastformer.apps.settings import Settings, declared, default_text, explained, nearest, refuse_idle
 
 GROUPS = START, TRAIN, USE, INSPECT, SHARE = "Start", "Train", "Use and evaluate", "Look inside", "Export and check"
 _UsageError: type[Exception] = typer.BadParameter.__mro__[1]
@@ -82,12 +81,11 @@ def options_by_group(command: Any, ctx: Any) -> dict[str, list[tuple[str, str]]]
     """Return the options and arguments of a command with help texts, by group."""
     groups: dict[str, list[tuple[str, str]]] = {}
     for parameter in command.get_params(ctx):
-        record = parameter.get_help_record(ctx)
-        if record is not None:
-            name, help = record
-            help = re.sub(r"\[default: \((.*)\)\]$", r"[default: \1]", help)  # typer's form of a given text
+        if (record := parameter.get_help_record(ctx)) is not None:
+            help = re.sub(r"\[default: \((.*)\)\]$", r"[default: \1]", record[1])  # typer's form of a given text
             default_group = "Arguments" if parameter.param_type_name == "argument" else "Options"
-            groups.setdefault(getattr(parameter, "rich_help_panel", None) or default_group, []).append((name, help))
+            group = getattr(parameter, "rich_help_panel", None) or default_group
+            groups.setdefault(group, []).append((record[0], help))
     return groups
 
 
@@ -111,27 +109,24 @@ def with_settings(
     """
 
     def decorate(command: Callable[..., None]) -> Callable[..., None]:
-        signature = inspect.signature(command)
-        parameters = [p for p in signature.parameters.values() if p.name not in sections]
-        flags: list[inspect.Parameter] = []
-        section_of: dict[str, str] = {}
-        for section, settings in sections.items():
-            for item, hint in declared(settings):
-                if not facts(item)["derived"]:
-                    section_of[item.name] = section
-                    flags.append(_flag(section, item, hint, tuple(sections.values()), item.name in chosen))
+        own = [p for p in inspect.signature(command).parameters.values() if p.name not in sections]
+        flags = {
+            (section, item.name): _flag(section, item, hint, tuple(sections.values()), item.name in chosen)
+            for section, settings in sections.items()
+            for item, hint in declared(settings)
+            if not item.metadata["derived"]
+        }
 
         def run(**arguments: Any) -> None:
             values: dict[str, dict[str, Any]] = {section: {} for section in sections}
-            for name, section in section_of.items():
+            for section, name in flags:
                 if (value := arguments.pop(name)) is not None:
                     values[section][name] = value
             command(**arguments, **values)
 
         run.__name__, run.__doc__ = command.__name__, command.__doc__
-        parameters += flags
-        run.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
-        run.__annotations__ = {p.name: p.annotation for p in parameters}
+        run.__signature__ = inspect.Signature([*own, *flags.values()])  # type: ignore[attr-defined]
+        run.__annotations__ = {p.name: p.annotation for p in (*own, *flags.values())}
         return run
 
     return decorate
@@ -165,23 +160,16 @@ def make_settings(settings: type[Settings], values: dict[str, Any]) -> Any:
     return instance
 
 
-def _flag(
-    section: str, item: "Field[Any]", hint: Any, settings: tuple[type, ...], chosen: bool = False
-) -> inspect.Parameter:
-    choices = facts(item)["choices"]  # checked by the settings, so that values from a file get the same message
+def _flag(section: str, item: "Field[Any]", hint: Any, settings: tuple[type, ...], chosen: bool) -> inspect.Parameter:
+    choices = item.metadata["choices"]  # checked by the settings, so that values from a file get the same message
+    kind = typing.get_args(hint)[0] if type(None) in typing.get_args(hint) else hint  # of int | None: int
     option = typer.Option(
         help=explained(item, settings),
-        parser=int_or_text if _bare(hint) is int else None,
+        parser=int_or_text if kind is int else None,
         rich_help_panel=f"Settings: {section}",
         show_default="chosen for corpus and budget" if chosen else default_text(item),
         metavar="|".join(choices) if 0 < len(choices) <= 4 else None,
     )
-    annotation = typing.Annotated[_bare(hint) | None, option]  # type: ignore[valid-type]
-    return inspect.Parameter(item.name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=annotation)
-
-
-def _bare(hint: Any) -> Any:
-    """Return the type without None."""
-    if typing.get_origin(hint) in (typing.Union, types.UnionType):
-        (hint,) = (each for each in typing.get_args(hint) if each is not type(None))
-    return hint
+    return inspect.Parameter(
+        item.name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=typing.Annotated[kind | None, option]
+    )

@@ -8,9 +8,9 @@ import typer
 
 from fastformer.apps.cli.console import Device, app, choose_device, console
 from fastformer.apps.cli.options import TRAIN, App, flag, with_settings
+from fastformer.apps.models.sizes import describe_model
 from fastformer.apps.runs.application import PRETRAINED
-from fastformer.apps.runs.folder import CONFIG, refuse_output
-from fastformer.apps.runs.kinds import MAIN
+from fastformer.apps.runs.folder import CONFIG, MAIN, refuse_output
 from fastformer.apps.runs.run import Run
 from fastformer.apps.text import DATASETS, prepare
 from fastformer.apps.train import Processes, join_processes, read_metrics
@@ -71,12 +71,9 @@ def add_training(kind: type[Run], what: str) -> None:
             raise ValueError("--resume takes its data and model from the run folder; give [train] settings only")
         device = local_device(choose_device(device))
         with join_processes(device) as processes:
-            if resume:
-                learner = kind.open(run, train, device)
-            else:
-                flags = {"data": data, "model": model, "train": train}
-                learner = _new_run(kind, run, config, flags, device, pretrained)
-            _fit(learner, processes, resume)
+            flags = {"data": data, "model": model, "train": train}
+            new = None if resume else _create(kind, run, config, flags, device, pretrained)
+            _fit(new or kind.open(run, train, device), processes, resume)
 
     command.__doc__ = f"{what}\n\n{_HOW}"
     name = application.command.split()[-1]
@@ -84,7 +81,7 @@ def add_training(kind: type[Run], what: str) -> None:
     (train_app.callback() if main else train_app.command(name, rich_help_panel=TRAIN))(command)
 
 
-def _new_run(
+def _create(
     kind: type[Run],
     folder: Path,
     config: Path | None,
@@ -93,39 +90,35 @@ def _new_run(
     pretrained: Path | None,
 ) -> Run:
     """Create a run from a file of settings and from flags, which override the file."""
-    application = kind.application
+    application, settings = kind.application, flags
     if config is not None:
         refuse_output(folder / CONFIG, config)
-    file = application.read_settings(config)
-    settings = {name: file[name] | flags[name] for name in flags}
-    data = settings["data"]
-    if pretrained is not None:
-        data = {"tokenizer": PRETRAINED} | data
-    text, train = application.data(**data), application.train(**settings["train"])
-    application.refuse_idle(settings, text, settings["model"], train, device)
-    return kind.create(folder, text, settings["model"], train, device, pretrained, settings)
+        settings = {name: values | flags[name] for name, values in application.read_settings(config).items()}
+    begun = {} if pretrained is None else {"tokenizer": PRETRAINED}
+    data, train = application.data(**begun | settings["data"]), application.train(**settings["train"])
+    model, given = settings["model"], {name: set(values) for name, values in settings.items()}
+    application.refuse_idle(given, data, model, train, device)
+    return kind.create(folder, data, model, train, device, pretrained, given)
 
 
 def _fit(run: Run, processes: Processes, resume: bool) -> None:
     """Train a run; print the data, the model and the outcome, and draw the learning curve."""
     from fastformer.apps.plots import plot_history, save
 
-    with run.writing():
-        if processes.is_main:
-            report = run.data_report()
-            about = run.application.describe(run.model_config)
-            for line in (*report["corpora"].values(), f"training: {report['training']}", f"model: {about}"):
-                console.print(line)
-            for line in run.choice.lines if run.choice else ():
-                console.print(line)
-            if processes.world > 1:
-                console.print(f"processes: {processes.world}, {run.train_config.parallel}")
-        cpu = time.process_time()
-        result = run.fit(resume)
-        cpu = time.process_time() - cpu
-        if processes.is_main:
-            save(plot_history({run.folder.name: read_metrics(run.folder)}), run.folder / "history.png")
-            console.print(
-                f"ended after {result.step:,} steps, {result.seconds:,.0f} s ({cpu:,.0f} CPU-seconds in this "
-                f"session): {result.reason}; run folder: {run.folder}"
-            )
+    if processes.is_main:
+        report, model = run.data_report(), describe_model(run.application.network, run.model_config)
+        for line in (*report["corpora"].values(), f"training: {report['training']}", f"model: {model}"):
+            console.print(line)
+        for line in run.choice.lines if run.choice else ():
+            console.print(line)
+        if processes.world > 1:
+            console.print(f"processes: {processes.world}, {run.train_config.parallel}")
+    cpu = time.process_time()
+    result = run.fit(resume)
+    cpu = time.process_time() - cpu
+    if processes.is_main:
+        save(plot_history({run.folder.name: read_metrics(run.folder)}), run.folder / "history.png")
+        console.print(
+            f"ended after {result.step:,} steps, {result.seconds:,.0f} s ({cpu:,.0f} CPU-seconds in this "
+            f"session): {result.reason}; run folder: {run.folder}"
+        )

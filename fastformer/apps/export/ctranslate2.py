@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from fastformer.apps.export.weights import export_folder
 from fastformer.apps.models.embeddings import Embedding, sinusoidal_positions
 from fastformer.apps.models.settings import ModelSettings
-from fastformer.apps.runs.kinds import application_for
+from fastformer.apps.runs.application import application_for
 from fastformer.apps.text import Tokenizer
 from fastformer.nn.activations import is_gated
 from fastformer.nn.projections import QK_EPS, Projections

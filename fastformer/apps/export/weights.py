@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from fastformer.apps.runs.kinds import application_for
+from fastformer.apps.runs.application import application_for
 from fastformer.apps.settings import to_plain
 from fastformer.apps.system.files import new_folder
 from fastformer.apps.text import Tokenizer

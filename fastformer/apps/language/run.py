@@ -159,7 +159,7 @@ class LanguageRun(Run):
         return (build_tokenizer(self.data, self.corpora["train"]),)
 
     def chosen_data(self, given: Given) -> dict[str, Any]:
-        stated = {"tokenizer", "vocabulary", "character_coverage"} & given["data"].keys()
+        stated = {"tokenizer", "vocabulary", "character_coverage"} & set(given["data"])
         if not stated and _contains_unk(self.corpora["train"]):
             return {"tokenizer": "words"}
         return super().chosen_data(given)

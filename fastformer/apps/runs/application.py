@@ -1,5 +1,6 @@
-"""`Application`: describe one kind of run; read, write and check the run folders of that kind."""
+"""`Application`: describe one kind of run; read, write and check the run folders and exported models of that kind."""
 
+import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import MISSING, dataclass, field, fields, replace
 from importlib import import_module
@@ -10,19 +11,24 @@ from typing import Any
 import torch
 from torch import nn
 
-from fastformer.apps.models.sizes import check_memory, describe_model
-from fastformer.apps.runs.exported import load_safetensors, read_export
-from fastformer.apps.runs.folder import CONFIG, RunConfig, read_kind, stated
-from fastformer.apps.runs.kinds import application_of
-from fastformer.apps.runs.toml import load_toml, save_toml
-from fastformer.apps.settings import Given, Settings, befores, facts, refuse_idle
+from fastformer.apps.models.sizes import check_memory
+from fastformer.apps.runs.folder import CONFIG, KINDS, RunConfig, load_toml, read_kind, save_toml, stated
+from fastformer.apps.settings import Given, Settings, befores, refuse_idle
 from fastformer.apps.text import SpecialIds, Tokenizer, load_tokenizer
-from fastformer.apps.train import Checkpoint, Processes, TrainConfig, average_checkpoints, find_checkpoint
+from fastformer.apps.train import (
+    Checkpoint,
+    CheckpointError,
+    Processes,
+    TrainConfig,
+    average_checkpoints,
+    find_checkpoint,
+)
+from fastformer.apps.train.checkpoint import check_size, load_weights
+from fastformer.settings import check_value
 
 PRETRAINED = "pretrained"  # value of `tokenizer` for runs that began with another model
 RATES = ("dropout", "attention_dropout", "activation_dropout")  # settings of such a model that fine-tuning may change
-NOTES = ("chosen", "version")  # of earlier versions in [run], which change nothing
-REMOVED = (*NOTES, "sharded_checkpoints")  # settings in run folders of earlier versions
+REMOVED = ("chosen", "version", "sharded_checkpoints")  # settings in run folders of earlier versions
 _IDS = ("pad_id", "bos_id", "eos_id")
 
 
@@ -82,26 +88,32 @@ class Application:
             )
         return config
 
-    def describe(self, config: Any) -> str:
-        """Describe a model's size and shape in words."""
-        return describe_model(self.network, config)
-
     def planned(self, model: Mapping[str, Any], data: Any) -> Any:
         """Return the expected configuration of a model before its tokenizers exist; see `model_config`."""
         ids = data.special_ids if hasattr(data, "special_ids") else SpecialIds()
         tokenizer = SimpleNamespace(size=data.vocabulary or max(ids.names()) + 1, **vars(ids))
         return self.model_config(model, [tokenizer] * len(self.vocabularies), data)
 
+    def refuse_idle(
+        self, given: Given, data: Any, model: Mapping[str, Any], train: TrainConfig, device: torch.device | str
+    ) -> None:
+        """Raise ValueError naming the given settings that have no effect with the other settings."""
+        machine = SimpleNamespace(
+            hardware="a CUDA device" if str(device).startswith("cuda") else "a CPU",
+            processes="one process" if Processes.current().world == 1 else "several processes",
+        )
+        refuse_idle(given, {"data": data, "model": self.planned(model, data), "train": train}, machine)
+
     def begin_with(
-        self, folder: Path, model: Mapping[str, Any], data: Any, stated: Mapping[str, Any] | None
+        self, folder: Path, model: Mapping[str, Any], data: Any, given: Given | None
     ) -> tuple[nn.Module, tuple[Tokenizer, ...], dict[str, Any], Any]:
         """Return the model that a run begins with, its tokenizers, and the settings of the run's model and data.
 
         Args:
             folder: a run (its best weights), an exported model, or a model of transformers.
             model: settings that change those of the model: dropout rates.
-            data: settings of the run's data.
-            stated: settings of the data that a user stated; others are those of the folder. None: all were stated.
+            data: settings of the run's data; those that were not given are the folder's.
+            given: None: all were given.
 
         Raises ValueError if runs of this kind cannot begin with it or a setting cannot be changed; also the errors of
         `load` and `pretrained`.
@@ -112,11 +124,11 @@ class Application:
         if (folder / CONFIG).is_file():
             initial, tokenizers, read = self.load(folder)
             before = {name: getattr(read, name) for name in self.reading}
-        elif (export := read_export(folder)) is not None:
+        elif (export := _read_export(folder)) is not None:
             if (kind := export["kind"]) != self.kind:
                 raise ValueError(f"{folder} holds a {application_of(kind).title} model")
             initial, before = load_safetensors(folder).float(), export.get("data", {})
-            tokenizers = self._load_tokenizers(folder, initial.config)
+            tokenizers = self.load_tokenizers(folder, initial.config)
         elif self.pretrained is not None:
             initial = import_module("fastformer.apps.pretrained").from_transformers(folder).float()
             if not isinstance(initial, self.network):
@@ -125,33 +137,15 @@ class Application:
             self._check_tokenizers(tokenizers, initial.config, [folder] * len(tokenizers))
         else:
             raise ValueError(f"{folder} holds no run and no exported model, with which a {self.title} run can begin")
-        stated = before if stated is None else stated
-        changes = {name: x for name, x in before.items() if name in _derived(self.data) or name not in stated}
+        kept = before if given is None else given["data"]
+        changes = {name: x for name, x in before.items() if name in _derived(self.data) or name not in kept}
         settings = {name: value for name, value in vars(initial.config).items() if name not in self.derived}
         return initial, tokenizers, {**settings, **model}, replace(data, **changes)
 
-    def refuse_idle(
-        self, given: Given, data: Any, model: Mapping[str, Any], train: TrainConfig, device: torch.device | str
-    ) -> None:
-        """Raise ValueError naming the settings in `given` that have no effect with the other settings."""
-        sections = {"data": data, "model": self.planned(model, data), "train": train}
-        machine = SimpleNamespace(
-            hardware="a CUDA device" if str(device).startswith("cuda") else "a CPU",
-            processes="one process" if Processes.current().world == 1 else "several processes",
-        )
-        refuse_idle(given, sections, machine)
-
-    def save_settings(
-        self,
-        folder: Path,
-        data: Any,
-        model: Any,
-        train: TrainConfig,
-        origin: str | None = None,
-    ) -> None:
+    def save_settings(self, folder: Path, data: Any, model: Any, train: TrainConfig, origin: str | None = None) -> None:
         """Write config.toml, which marks a run folder; origin: see `RunConfig`."""
-        kind = RunConfig(self.kind, origin)
-        save_toml(folder / CONFIG, {"run": kind, "data": data, "model": model, "train": train})
+        run = RunConfig(self.kind, origin)
+        save_toml(folder / CONFIG, {"run": run, "data": data, "model": model, "train": train})
 
     def save_tokenizers(self, folder: Path, tokenizers: Sequence[Tokenizer]) -> None:
         """Write the tokenizers of a run folder."""
@@ -175,14 +169,12 @@ class Application:
         sections["model"] = befores(self.model) | sections["model"]
         return sections
 
-    def read_settings(self, path: Path | None) -> dict[str, dict[str, Any]]:
-        """Return the settings in a user's file, by section; empty sections without a file.
+    def read_settings(self, path: Path) -> dict[str, dict[str, Any]]:
+        """Return the settings in a user's file, by section.
 
         Raises FileNotFoundError without the file, ValueError for a file of another kind or a setting that is unknown or
         cannot be given.
         """
-        if path is None:
-            return {name: {} for name in ("data", "model", "train")}
         if (kind := stated(path, self.kind).kind) != self.kind:
             other = application_of(kind)
             raise ValueError(f"{path} is for a {other.title} run; use `{other.command}`")
@@ -193,20 +185,18 @@ class Application:
                     raise ValueError(f"{path}: [{section}] {name} is set from {source}; leave it out")
         return sections
 
-    def _load(self, path: Path, removed: tuple[str, ...] = NOTES) -> dict[str, dict[str, Any]]:
+    def _load(self, path: Path, removed: tuple[str, ...] = ()) -> dict[str, dict[str, Any]]:
         settings = {"run": RunConfig, "data": self.data, "model": self.model, "train": self.train}
         sections = load_toml(path, settings, removed)
         sections.pop("run")
         return sections
 
-    def load_tokenizers(self, folder: Path | str) -> tuple[Tokenizer, ...]:
-        """Return the tokenizers of a run folder.
+    def load_tokenizers(self, folder: Path | str, config: Any = None) -> tuple[Tokenizer, ...]:
+        """Return the tokenizers of a run folder, or those of a model with the given configuration.
 
         Raises FileNotFoundError without a run or a file, ValueError for a file that is damaged or of another run.
         """
-        return self._load_tokenizers(folder, self.model(**self.read_config(folder)["model"]))
-
-    def _load_tokenizers(self, folder: Path | str, config: Any) -> tuple[Tokenizer, ...]:
+        config = config or self.model(**self.read_config(folder)["model"])
         paths = [Path(folder) / name for name in self.tokenizers]
         tokenizers = tuple(load_tokenizer(path) for path in paths)
         self._check_tokenizers(tokenizers, config, paths)
@@ -251,4 +241,54 @@ class Application:
 
 
 def _derived(settings: type[Settings]) -> dict[str, str]:
-    return {item.name: facts(item)["derived"] for item in fields(settings) if facts(item)["derived"]}
+    return {item.name: item.metadata["derived"] for item in fields(settings) if item.metadata["derived"]}
+
+
+def application_of(kind: str) -> Application:
+    """Import and return the `Application` whose runs are of a kind; raises ValueError if there is none."""
+    check_value("kind", kind, str, choices=KINDS)
+    application: Application = import_module(f"fastformer.apps.{kind}.run").APPLICATION
+    return application
+
+
+def application_for(model: Any, tokenizers: Sequence[Any]) -> Application:
+    """Return the application of a model; raise TypeError, or ValueError for another number of tokenizers."""
+    applications = tuple(map(application_of, KINDS))
+    application = next((each for each in applications if isinstance(model, each.network)), None)
+    if application is None:
+        names = ", ".join(each.network.__name__ for each in applications)
+        raise TypeError(f"model must be one of {names}, not a {type(model).__name__}")
+    if len(tokenizers) != (count := len(application.tokenizers)):
+        raise ValueError(f"tokenizers must be {count} for a {type(model).__name__}, not {len(tokenizers)}")
+    return application
+
+
+def load_safetensors(folder: Path | str) -> Any:
+    """Load the model of a folder that `export_safetensors` wrote, in its dtype, in evaluation mode.
+
+    Raises:
+        fastformer.apps.train.CheckpointError: the folder holds no exported model, or a damaged one.
+    """
+    path, content = Path(folder) / "model.safetensors", _read_export(folder)
+    if content is None:
+        raise CheckpointError(f"{folder}: holds no exported model, or its config.json is damaged")
+    try:
+        application = application_of(content["kind"])
+        check_value("dtype", content["dtype"], str, choices=("float64", "float32", "float16", "bfloat16"))
+        config = application.model(**{**befores(application.model), **content["model"]})
+    except (ValueError, KeyError, TypeError) as error:
+        raise CheckpointError(f"{folder}: config.json is not that of an exported model: {error}") from None
+    check_size(config.matrix_numbers, [path], path)
+    check_memory(config)
+    model = application.network(config).to(getattr(torch, content["dtype"]))
+    load_weights(model, path)
+    return model.eval()
+
+
+def _read_export(folder: Path | str) -> dict[str, Any] | None:
+    """Return the config.json of an exported model, with its kind and settings of data; None for other folders."""
+    try:
+        content = json.loads((Path(folder) / "config.json").read_bytes())
+    except (OSError, ValueError, RecursionError):
+        return None
+    return content if isinstance(content, dict) and "kind" in content else None

@@ -20,7 +20,7 @@ are not measured.
 import math
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import chain, cycle
 from types import MappingProxyType
@@ -116,36 +116,50 @@ def vocabulary_size(sides: Iterable[Iterable[str]]) -> int:
 def choose(
     task: Task,
     defaults: Any,
+    model: Mapping[str, Any],
     train: TrainConfig,
-    given: Mapping[str, Any],
+    given: Collection[str],
     speed: Callable[[Choice], float],
     data: Mapping[str, Any] = MappingProxyType({}),
     on_gpu: bool = False,
 ) -> Choice:
-    """Choose the settings that are not among the `given` ones; `data` holds those of the data that are chosen already.
+    """Choose the settings that a user did not give.
 
-    defaults: class of the model's settings. train: settings of training as given, with defaults. speed: returns targets
-    of the loss per second for a choice's shape; called only if `train` has minutes. on_gpu: whether the run is on a
-    GPU, on which these rules were not measured.
+    Args:
+        defaults: class of the model's settings.
+        model: given settings of the model.
+        train: settings of training as given, with defaults.
+        given: names of all settings that a user gave.
+        speed: returns targets of the loss per second for a choice's shape; called only if `train` has minutes.
+        data: settings of the data that are chosen already.
+        on_gpu: whether the run is on a GPU, on which these rules were not measured.
     """
     rates: dict[str, float] = {}  # measured once for rows of the same shape
 
-    def not_given(settings: Mapping[str, Any]) -> dict[str, Any]:
+    def left_out(settings: Mapping[str, Any]) -> dict[str, Any]:
         return {name: value for name, value in settings.items() if name not in given}
+
+    def step_of(tokens: float) -> tuple[dict[str, int], float]:
+        """Return the batch size, as given or for steps of about `tokens` tokens, and the tokens of a step."""
+        if task.batch is None:
+            return {}, task.unit * train.accumulate
+        least, most = _STEP_TOKENS
+        count = max(1, int(_rounded(min(max(tokens, least), most) / train.accumulate / task.unit, 1)))
+        batch = getattr(train, task.batch) if task.batch in given else max(count, task.longest)
+        return {task.batch: batch}, batch * task.unit * train.accumulate
 
     def candidate(row: int) -> tuple[Choice, float, float | None]:
         """Return the shape of a row, the tokens that the budget pays for, and the speed if it was measured."""
-        batch, _ = _step(task, train, given, _TRIAL_TOKENS[on_gpu])
         shape = Choice(
-            {**data, **not_given({name: sizes[row] for name, sizes in task.data.items()})},
-            not_given(_shape(task, defaults, given, row)),
-            not_given({task.batch: batch} if task.batch else {}),
+            {**data, **left_out({name: sizes[row] for name, sizes in task.data.items()})},
+            left_out(_shape(task, defaults, model, row)),
+            left_out(step_of(_TRIAL_TOKENS[on_gpu])[0]),
         )
         budgets, rate = [math.inf], None
         if train.epochs is not None:
             budgets.append(train.epochs * task.tokens)
         if train.steps is not None:
-            budgets.append(train.steps * _step(task, train, given, _BATCH**2 * train.steps)[1])
+            budgets.append(train.steps * step_of(_BATCH**2 * train.steps)[1])
         if train.minutes is not None:
             if str(shape) not in rates:
                 rates[str(shape)] = task.per_target * speed(shape)
@@ -159,46 +173,38 @@ def choose(
             break
         shape, tokens, rate = wider
     epochs = tokens / task.tokens
-    model = {**shape.model, "dropout": 0.0 if epochs <= 2 else 0.1 if epochs <= 20 else 0.3}
+    dropout = 0.0 if epochs <= 2 else 0.1 if epochs <= 20 else 0.3
 
-    batch, step = _step(task, train, given, _BATCH * math.sqrt(tokens))
+    batch, step = step_of(_BATCH * math.sqrt(tokens))
     steps = max(1.0, tokens / step)
-    training = {**task.train, **({task.batch: batch} if task.batch else {})}
+    training = {**task.train, **batch}
     if train.optimizer != "sgd":
-        training["lr"] = _rounded(4e-3 * 128 / max({**model, **given}["d_model"], 128))
+        training["lr"] = _rounded(4e-3 * 128 / max({**shape.model, **model}["d_model"], 128))
     training["warmup_steps"] = min(4000, int(_rounded(max(steps / 10, 1), 1)))
     if (epochs > 5 or steps > 10_000) and train.epochs is None and "plateau" not in train.schedule:
         training["validate_every"] = max(50, int(_rounded(steps / 5, 1)))
 
-    model, training = not_given(model), not_given(training)
+    chosen, training = {**shape.model, **left_out({"dropout": dropout})}, left_out(training)
     remark = " (the rule was not measured on a GPU)" if on_gpu else ""
     pace = "" if rate is None else f" at {rate:,.0f} tokens a second, measured here"
     lines = (
-        f"chosen model: {_listed({**shape.data, **model})}; for {_rounded(tokens):,.0f} tokens of training, "
+        f"chosen model: {_listed({**shape.data, **chosen})}; for {_rounded(tokens):,.0f} tokens of training, "
         f"{epochs:.2g} times the {task.tokens:,} of the corpus{remark}",
         f"chosen training: {_listed(training)}; for {_rounded(steps):,.0f} steps of {step:,.0f} tokens{pace}",
         "a flag, or a file given as --config, overrides each; --resume keeps them",
     )
-    return Choice(shape.data, model, training, lines)
+    return Choice(shape.data, chosen, training, lines)
 
 
-def _shape(task: Task, defaults: Any, given: Mapping[str, Any], row: int) -> dict[str, Any]:
+def _shape(task: Task, defaults: Any, model: Mapping[str, Any], row: int) -> dict[str, Any]:
     """Return a model's shape for a row of `SIZES`, at the given width or else the row's."""
-    width = given.get("d_model", SIZES[row].d_model)
+    width = model.get("d_model", SIZES[row].d_model)
     shape: dict[str, Any] = {"d_model": width, **{name: counts[row] for name, counts in task.layers.items()}}
-    if not {"kv_heads", "head_size"} & given.keys():
+    if not {"kv_heads", "head_size"} & model.keys():
         shape["heads"] = next(h for h in (8, 4, 2, 1) if h == 1 or (width % h == 0 and width // h >= 32))
-    gated = is_gated(given.get("activation", defaults.activation))
+    gated = is_gated(model.get("activation", defaults.activation))
     shape["feed_forward"] = -(-width // 3) * 8 if gated else width * SIZES[row].widening
     return {**shape, **task.model}
-
-
-def _step(task: Task, train: TrainConfig, given: Mapping[str, Any], tokens: float) -> tuple[int, float]:
-    """Return the batch size, as given or for steps of about `tokens` tokens, and the tokens of a step."""
-    least, most = _STEP_TOKENS
-    count = max(1, int(_rounded(min(max(tokens, least), most) / train.accumulate / task.unit, 1)))
-    batch = given.get(task.batch, max(count, task.longest)) if task.batch else 1
-    return batch, batch * task.unit * train.accumulate
 
 
 def _rounded(number: float, digits: int = 2) -> float:

@@ -1,4 +1,4 @@
-"""Read the kind of a run folder, and check which folders and outputs a command may write to.
+"""Run folders: their kinds, their TOML file of settings, and the folders and outputs that a command may write to.
 
 A run folder describes itself, so that its path suffices to resume, evaluate or use the run:
 
@@ -10,30 +10,34 @@ A run folder describes itself, so that its path suffices to resume, evaluate or 
 """
 
 import os
+import tomllib
+from collections.abc import Collection, Mapping
 from contextlib import suppress
-from dataclasses import MISSING
 from pathlib import Path
+from typing import Any
 
-from fastformer.apps.runs.kinds import KINDS, MAIN
-from fastformer.apps.runs.toml import read_toml
-from fastformer.apps.settings import Settings, setting
+from fastformer.apps.settings import Settings, check_stated, helps, setting, suggestion, to_plain
+from fastformer.apps.system.files import write_file
 from fastformer.apps.system.run_lock import LOCK
 from fastformer.apps.train import CheckpointFolder
 
 CONFIG, DATA = "config.toml", "data.json"
 FILES = (CONFIG, DATA, "metrics.jsonl", "metrics.csv", "tokenizer", "checkpoints", "tensorboard", LOCK)
+KINDS = ("translation", "language", "classification")  # folders of `apps`, each with `run.py` and `commands.py`
+MAIN = KINDS[0]  # kind of a config.toml without one, and of commands without --run
 
 
 class RunConfig(Settings):
-    """The [run] section. Folders without it are of the main application."""
+    """The [run] section."""
 
-    kind: str = setting(MISSING, "what the model does", choices=KINDS)
+    kind: str = setting(MAIN, "what the model does", choices=KINDS)
     origin: str | None = setting(None, "folder of the model that the run began with")
 
 
-def read_kind(folder: Path | str) -> str:
-    """Return the kind of a run folder; raises FileNotFoundError without a run, ValueError for a damaged config.toml."""
-    return stated(config_of(folder)).kind
+def stated(path: Path, default: str = MAIN) -> RunConfig:
+    """Return the [run] section of a file; `default` is the kind of a file without one."""
+    run = read_toml(path).get("run", {})
+    return RunConfig(run.get("kind", default), run.get("origin")) if isinstance(run, dict) else RunConfig(default)
 
 
 def config_of(folder: Path | str) -> Path:
@@ -44,11 +48,52 @@ def config_of(folder: Path | str) -> Path:
     return path
 
 
-def stated(path: Path, default: str = MAIN) -> RunConfig:
-    """Return the [run] section of a file; `default` is the kind of a file without one."""
-    run = read_toml(path).get("run", {})
-    run = run if isinstance(run, dict) else {}
-    return RunConfig(run.get("kind", default), run.get("origin"))
+def read_kind(folder: Path | str) -> str:
+    """Return the kind of a run folder; raises FileNotFoundError without a run, ValueError for a damaged config.toml."""
+    return stated(config_of(folder)).kind
+
+
+def read_toml(path: Path) -> dict[str, Any]:
+    """Return the content of a TOML file; raises FileNotFoundError, or ValueError naming the file."""
+    if not path.is_file():
+        raise FileNotFoundError(f"{path}: there is no such configuration file")
+    try:
+        return tomllib.loads(path.read_bytes().decode("utf-8-sig"))
+    except (ValueError, RecursionError) as error:  # tomllib also raises errors other than TOMLDecodeError
+        raise ValueError(f"{path}: not a TOML file: {error}") from None
+
+
+def load_toml(
+    path: Path | str, sections: Mapping[str, type[Settings]], removed: Collection[str] = ()
+) -> dict[str, dict[str, Any]]:
+    """Return the settings that a TOML file states, {section: {key: value}}, with every section present.
+
+    removed: settings of earlier versions, which are left out. Raises FileNotFoundError, or ValueError naming the
+    section, key or value that is not allowed.
+    """
+    path = Path(path)
+    result: dict[str, dict[str, Any]] = {name: {} for name in sections}
+    for section, values in read_toml(path).items():
+        if section not in sections:
+            raise ValueError(f"{path}: unknown section [{section}]{suggestion(section, dict.fromkeys(sections, ''))}")
+        if not isinstance(values, dict):
+            raise ValueError(f"{path}: {section} must be a section [{section}], not a value")
+        known = helps(sections[section])
+        values = {key: value for key, value in values.items() if key not in removed}
+        if unknown := next((key for key in values if key not in known), None):
+            raise ValueError(f"{path}: unknown key {unknown!r} in [{section}]{suggestion(unknown, known)}")
+        check_stated(sections[section], values, f"{path}: [{section}] ")
+        result[section] = {key: tuple(value) if isinstance(value, list) else value for key, value in values.items()}
+    return result
+
+
+def save_toml(path: Path | str, sections: Mapping[str, Any]) -> None:
+    """Write {section: settings or mapping} as TOML for `load_toml`, atomically; None is left out."""
+    import tomli_w
+
+    plain = {section: to_plain(values).items() for section, values in sections.items()}
+    content = {section: {key: value for key, value in items if value is not None} for section, items in plain.items()}
+    write_file(path, tomli_w.dumps(content).encode("utf-8"))
 
 
 def check_new(folder: Path, kind: str) -> None:

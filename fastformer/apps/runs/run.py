@@ -4,8 +4,8 @@ import hashlib
 import importlib.util
 import json
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from collections.abc import Iterable, Mapping
+from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, ClassVar, Self
@@ -75,7 +75,9 @@ class Run(ABC):
         self.tokenizers = tokenizers or self.learn()
         self.encode()
         if given is not None:
-            model = self._choose(model, given, chosen)
+            self.choice = self._choose(model, given, chosen)
+            self.data, self.train_config = replace(self.data, **self.choice.data), replace(train, **self.choice.train)
+            model = {**model, **self.choice.model}
         self.model_config = self.application.model_config(model, self.tokenizers, self.data)
         self.batches = self.make_batches(self.data, self.train_config)
 
@@ -84,26 +86,23 @@ class Run(ABC):
         pieces = self.data.tokenizer in ("bpe", "unigram")
         return {"vocabulary": vocabulary_size(self.sides())} if pieces and "vocabulary" not in given["data"] else {}
 
-    def _choose(self, model: Mapping[str, Any], given: Given, data: Mapping[str, Any]) -> dict[str, Any]:
-        """Choose the settings that are not given, and return the model's; `data` holds settings chosen before."""
-        stated = {**given["data"], **given["model"], **given["train"]}
-        choice = Choice(data, {}, {})
-        if {*self.application.automatic} - stated.keys() - {"vocabulary"}:  # else all settings are given
-            task, defaults, on_gpu = self.task(given), self.application.model, self.device.type != "cpu"
-            speed = lambda shape: self._speed(shape, model)  # noqa: E731
-            choice = choose(task, defaults, self.train_config, stated, speed, data, on_gpu)
-        self.data, self.train_config = replace(self.data, **choice.data), replace(self.train_config, **choice.train)
-        self.choice = choice
-        return {**model, **choice.model}
+    def _choose(self, model: Mapping[str, Any], given: Given, data: Mapping[str, Any]) -> Choice:
+        """Choose the settings that are not given; `data` holds settings chosen before."""
+        names = {name for section in given.values() for name in section}
+        if not {*self.application.automatic} - names - {"vocabulary"}:
+            return Choice(data, {}, {})
 
-    def _speed(self, shape: Choice, model: Mapping[str, Any]) -> float:
-        """Measure the targets of the loss per second that all processes together train a model with."""
-        data, train = replace(self.data, **shape.data), replace(self.train_config, **shape.train)
-        config = self.application.model_config({**model, **shape.model}, self.tokenizers, data)
-        check_memory(config)
-        network = self.application.network(config).to(self.device)
-        batches, world = self.make_batches(data, train), Processes.current().world
-        return targets_per_second(network, self.loss, batches, train, world)
+        def speed(shape: Choice) -> float:
+            """Measure the targets of the loss per second that all processes together train a model with."""
+            text, train = replace(self.data, **shape.data), replace(self.train_config, **shape.train)
+            config = self.application.model_config({**model, **shape.model}, self.tokenizers, text)
+            check_memory(config)
+            network = self.application.network(config).to(self.device)
+            batches = self.make_batches(text, train)
+            return targets_per_second(network, self.loss, batches, train, Processes.current().world)
+
+        defaults, on_gpu = self.application.model, self.device.type != "cpu"
+        return choose(self.task(given), defaults, model, self.train_config, names, speed, data, on_gpu)
 
     @classmethod
     @abstractmethod
@@ -168,16 +167,13 @@ class Run(ABC):
             x = torch.empty(1, 1, 1, config.d_model // config.heads, device=device)
         except (RuntimeError, AssertionError, ImportError) as error:  # AssertionError: torch without CUDA
             raise ValueError(f"device={str(device)!r} cannot be used: {str(error).splitlines()[0]}") from None
-        if x.is_meta:
-            raise ValueError(f"device={str(device)!r} cannot be used: its tensors hold no values")
         functional.check_backend(x)
         check_machine(train, device, Processes.current().world)
         check_value("metric", train.metric, str, choices=computed)
-        for package, extra, needed in (
-            ("sacrebleu", "apps", "bleu" in computed),
-            ("tensorboard", "tensorboard", train.tensorboard),
-        ):
-            if needed and importlib.util.find_spec(package) is None:
+        packages = {"sacrebleu": "apps"} if "bleu" in computed else {}
+        packages |= {"tensorboard": "tensorboard"} if train.tensorboard else {}
+        for package, extra in packages.items():
+            if importlib.util.find_spec(package) is None:
                 raise ImportError(f"this run needs {package}: pip install 'fastformer[{extra}]'")
         for path in (value for value in vars(data).values() if isinstance(value, Path)):
             if not path.exists():
@@ -209,21 +205,20 @@ class Run(ABC):
             device: of the model.
             pretrained: folder of the model and tokenizers that the run begins with; see `Application.begin_with`. The
                 data's `tokenizer` must then be "pretrained", and `model` may hold dropout rates only.
-            given: settings that a user stated, by section. Others are chosen, unless the run begins with a model; see
-                `fastformer.apps.runs.automatic_settings`. None: none is chosen.
+            given: settings that a user stated, by section. Others are chosen, unless the run begins with a model. None:
+                none is chosen.
 
         Raises:
             FileExistsError: the folder holds a run or other files; raised before data is read.
             fastformer.apps.system.run_lock.RunLockedError: another process writes to the folder.
             ValueError: see `check`; raised before data is read.
-            FileNotFoundError: a process does not see the folder of process 0.
         """
         if (data.tokenizer == PRETRAINED) != (pretrained is not None):
             raise ValueError(f"tokenizer must be {PRETRAINED} with a model to begin with (--from), and only then")
         folder, created, initial, tokenizers = Path(folder), list[Self](), None, None
         if pretrained is not None:
-            start = cls.application.begin_with(Path(pretrained), model, data, given and given["data"])
-            (initial, tokenizers, model, data), given = start, None
+            initial, tokenizers, model, data = cls.application.begin_with(Path(pretrained), model, data, given)
+            given = None
 
         def create_in_main() -> None:
             check_new(folder, cls.application.kind)
@@ -239,19 +234,9 @@ class Run(ABC):
             created.append(run)
 
         Processes.current().on_main(create_in_main)
-        try:
-            run = created[0] if created else cls._open(folder, None, device)
-            run.initial = initial
-            return run
-        except FileNotFoundError as error:
-            raise FileNotFoundError(f"{error}; all processes need the run folder and the data in one place") from None
-
-    @contextmanager
-    def writing(self) -> Iterator[None]:
-        """Keep other processes from writing to the folder for the block."""
-        with ExitStack() as stack:
-            Processes.current().on_main(lambda: stack.enter_context(locked(self.folder)))
-            yield
+        run = created[0] if created else cls._open(folder, None, device)
+        run.initial = initial
+        return run
 
     def _save_settings(self) -> None:
         self.application.save_settings(self.folder, self.data, self.model_config, self.train_config, self.origin)
@@ -311,15 +296,16 @@ class Run(ABC):
 
         resume: continue from the last checkpoint.
         """
-        with self.writing():
+        with ExitStack() as stack:
+            Processes.current().on_main(lambda: stack.enter_context(locked(self.folder)))
             if resume:
                 self._check_checkpoint()
             torch.manual_seed(self.train_config.seed)
-            model, validate, config = self.new_model().to(self.device), self.validation(), self.model_config
+            model = self.new_model().to(self.device)
             trainer = Trainer(
                 *(model, self.loss, self.batches, self.train_config, self.folder),
-                validate=validate,
-                architecture=config,
+                validate=self.validation(),
+                architecture=self.model_config,
                 show=show,
             )
             if resume:

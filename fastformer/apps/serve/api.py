@@ -22,7 +22,7 @@ from starlette.routing import Route
 
 from fastformer.apps.serve.served_model import ServedModel
 from fastformer.apps.serve.worker import ModelWorker, QueueFullError
-from fastformer.apps.settings import declared, facts, to_plain
+from fastformer.apps.settings import declared, to_plain
 from fastformer.apps.text.files import encode_text
 from fastformer.settings import check_value
 
@@ -92,7 +92,7 @@ class Api:
                 "default": item.default,
                 "help": item.metadata["description"],
                 "type": (typing.get_args(hint) or (hint,))[0].__name__,  # of int | None: int
-                "bounds": {name: value for name, value in facts(item)["bounds"].items() if not isinstance(value, str)},
+                "bounds": {name: x for name, x in item.metadata["bounds"].items() if not isinstance(x, str)},
             }
             for item, hint in declared(self.model.settings)
             if item.name not in self.model.not_offered

@@ -7,8 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from fastformer.apps.plots import plot_history, save
-from fastformer.apps.runs.folder import check_new
-from fastformer.apps.runs.kinds import MAIN
+from fastformer.apps.runs.folder import MAIN, check_new
 from fastformer.apps.text.scores import Scores
 from fastformer.apps.train import TrainConfig, read_metrics
 from fastformer.apps.translation.run import DataConfig, TranslationRun, evaluate, load_translator, read_corpora

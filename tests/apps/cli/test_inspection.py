@@ -1,6 +1,8 @@
 """`fastformer plot` and `fastformer compare` as a person uses them."""
 
+import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -81,13 +83,61 @@ def test_figures_have_the_format_of_their_name(
     assert (tmp_path / name).read_bytes().startswith(begin)
 
 
-def test_compare_prints_a_table(trained: Path) -> None:
-    done = fastformer("compare", "pieces", "words", "begun", cwd=trained)
+def record(kind: str, step: int, **values: Any) -> str:
+    return json.dumps({"kind": kind, "step": step, "epoch": 1, "seconds": step / 2, **values}) + "\n"
+
+
+RECORDS = "".join(
+    [
+        record("validation", 1, loss=float("nan"), perplexity=float("nan"), bleu=float("nan")),
+        record("train", 1, loss=9.0),
+        record("validation", 2, loss=3.0, perplexity=20.0, bleu=11.0, bleu_signature="tok:13a"),
+        record("validation", 4, loss=2.0, perplexity=7.4, bleu=10.0, bleu_signature="tok:zh"),
+        record("validation", 6, loss=2.0, perplexity=7.4, bleu=9.0),
+        record("train", 7, loss=1.0),
+    ]
+)
+
+
+def compare(folder: Path, *runs: str) -> dict[str, list[str]]:
+    """The rows of the table that `fastformer compare` prints: {name: a text for each run}."""
+    done = fastformer("compare", *runs, cwd=folder)
     assert done.returncode == 0, done.stderr
-    rows = {line.strip().rsplit(maxsplit=3)[0]: line.split()[-3:] for line in done.stdout.splitlines()[1:] if line}
-    assert done.stdout.splitlines()[0].split() == ["pieces", "words", "begun"]
+    lines = [line.strip().rsplit(maxsplit=len(runs)) for line in done.stdout.splitlines()]
+    assert lines[0] == list(runs)
+    return {name: values for name, *values in lines[1:]}
+
+
+def test_compare_prints_a_table(trained: Path) -> None:
+    rows = compare(trained, "pieces", "words", "begun")
     assert rows["steps"] == ["4", "4", "–"]
     assert rows["data.tokenizer"] == ["bpe", "words", "bpe"]
     for name in ("loss", "perplexity", "bleu"):
         assert float(rows[name][0]) >= 0
-    assert "losses and perplexities do not compare" in done.stdout
+    assert any(name.startswith("The runs differ in text or tokens") for name in rows)
+
+
+def test_compare_shows_the_best_validation_by_the_metric_of_each_run(tmp_path: Path) -> None:
+    """Lower is better for losses only; the last validation is shown if none has the metric."""
+    best = {"loss": "4", "perplexity": "4", "bleu": "2", "exact": "6", "begun": "–"}
+    for name in best:
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "config.toml").write_text(f"[train]\nmetric = '{name}'\nlr = 0.5\n")
+        if name != "begun":
+            (tmp_path / name / "metrics.jsonl").write_text(RECORDS)
+            (tmp_path / name / "data.json").write_text('{"fingerprint": "a", "training": "text"}')
+    rows = compare(tmp_path, *best)
+    assert rows["best validation at step"] == [*best.values()]
+    assert rows["steps"] == ["7", "7", "7", "7", "–"]
+    assert rows["bleu_signature"] == ["tok:zh", "tok:zh", "tok:13a", "–", "–"]
+    assert rows["text.fingerprint"] == ["a", "a", "a", "a", "–"]
+    assert "train.lr" not in rows
+
+
+@pytest.mark.parametrize(("file", "content"), [("data.json", "[]"), ("data.json", "{"), ("config.toml", "[model\n")])
+def test_compare_names_a_damaged_file(tmp_path: Path, file: str, content: str) -> None:
+    (tmp_path / "config.toml").write_text("")
+    (tmp_path / file).write_text(content)
+    done = fastformer("compare", ".", cwd=tmp_path)
+    assert (done.returncode, done.stderr.count("\n")) == (2, 1)
+    assert done.stderr.startswith(f"error: {file}: ")

@@ -11,7 +11,7 @@ from typer.testing import CliRunner
 
 from fastformer.apps.cli import app
 from fastformer.apps.pretrained import from_transformers, to_transformers
-from fastformer.apps.runs.kinds import application_of
+from fastformer.apps.runs.application import application_of
 from fastformer.apps.text import TextError, encode_pairs, load_tokenizer, number_corpus
 from fastformer.apps.text.marian_tokenizer import read_marian
 from fastformer.apps.train import read_metrics

@@ -10,9 +10,9 @@ import pytest
 from fastformer.apps.classification.run import ClassificationDataConfig, ClassificationRun, ClassificationTrainConfig
 from fastformer.apps.language.run import LanguageDataConfig, LanguageRun, LanguageTrainConfig
 from fastformer.apps.runs import run as runs
+from fastformer.apps.runs.application import application_of
 from fastformer.apps.runs.automatic_settings import Choice, Task, choose, vocabulary_size
 from fastformer.apps.runs.folder import stated
-from fastformer.apps.runs.kinds import application_of
 from fastformer.apps.text import write_lines
 from fastformer.apps.train import TrainConfig
 from fastformer.apps.translation.model import TranslationConfig
@@ -61,7 +61,8 @@ CPU, GPU = speeds(5000, 1300), speeds(300_000, 250_000, 150_000)
 def test_settings_follow_from_corpus_budget_and_speed(
     tokens: int, budget: dict[str, Any], speed: Any, expected: dict[str, Any]
 ) -> None:
-    choice = choose(Task(TRANSLATION, tokens), TranslationConfig, TrainConfig(**budget), {}, speed, on_gpu=speed is GPU)
+    task, train = Task(TRANSLATION, tokens), TrainConfig(**budget)
+    choice = choose(task, TranslationConfig, {}, train, (), speed, on_gpu=speed is GPU)
     found = {**choice.model, **choice.train}
     assert {name: found.get(name) for name in expected} == expected
     assert len(choice.lines) == 3
@@ -84,9 +85,10 @@ def test_settings_follow_from_corpus_budget_and_speed(
 )
 def test_a_given_setting_is_never_chosen_and_fits_the_others(given: dict[str, Any]) -> None:
     task = Task(TRANSLATION, MULTI30K, model={"embeddings": "shared"}, train={"schedule": "linear"})
-    choice = choose(task, TranslationConfig, TrainConfig(steps=1000), given, not_asked)
-    assert not given.keys() & {*choice.data, *choice.model, *choice.train}
     config = {name: value for name, value in given.items() if hasattr(TranslationConfig, name)}
+    train = {name: value for name, value in given.items() if name not in config}
+    choice = choose(task, TranslationConfig, config, TrainConfig(steps=1000, **train), given, not_asked)
+    assert not given.keys() & {*choice.data, *choice.model, *choice.train}
     TranslationConfig(1000, 1000, **config, **choice.model)
 
 
@@ -107,10 +109,11 @@ def test_a_recipe_leaves_nothing_to_choose(recipe: Path) -> None:
     application = application_of(stated(recipe).kind)
     sections = application.read_settings(recipe)
     given = {name: value for section in sections.values() for name, value in section.items()}
+    model, train = sections["model"], application.train(**sections["train"])
     batch = None if given.get("stream") == "columns" else "batch_tokens"
     layers = [name for name in application.automatic if name.endswith("layers")]
     task = Task(dict.fromkeys(layers, (1,)), 1000, batch, data={"context": (1,)} if layers[0] == "layers" else {})
-    choice = choose(task, application.model, application.train(**sections["train"]), given, lambda shape: 1.0)
+    choice = choose(task, application.model, model, train, given, lambda shape: 1.0)
     assert (choice.data, choice.model, choice.train) == ({}, {}, {})
     assert "vocabulary" in given or given["tokenizer"] == "words"
     assert "schedule" in given or application.kind == "language"

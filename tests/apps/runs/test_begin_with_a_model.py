@@ -8,8 +8,8 @@ import torch
 pytest.importorskip("typer", reason="the command line needs the extra `apps`")
 
 from fastformer.apps.export import export_safetensors
+from fastformer.apps.runs.application import application_of
 from fastformer.apps.runs.folder import stated
-from fastformer.apps.runs.kinds import application_of
 from fastformer.apps.train import CheckpointFolder
 from tests.apps.conftest import LINES
 from tests.support.command_line import fastformer

@@ -182,7 +182,7 @@ def test_a_run_folder_written_before_settings_were_one_still_loads(tmp_path: Pat
         assert {key: getattr(parts[name], key) for key in stated} == stated
         others = {f.name: f.default for f in fields(parts[name]) if f.name not in stated}
         assert {key: getattr(parts[name], key) for key in others} == others  # what was unset, is; what is newer is off
-    Checkpoint(old, 0, found["model"], {}, {}).check_architecture(parts["model"])
+    Checkpoint(old, 0, found["model"], {}).check_architecture(parts["model"])
     application.save_settings(tmp_path, parts["data"], parts["model"], parts["train"])
     before, after = (path.read_text().splitlines() for path in (old, tmp_path / "config.toml"))
     assert {line.partition(" = ")[0] for line in set(before) - set(after)} <= set(REMOVED)

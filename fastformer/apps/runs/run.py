@@ -164,7 +164,8 @@ class Run(ABC):
         config, computed = cls.application.planned(model, data), cls.computed(data)
         check_memory(config)
         try:
-            x = torch.empty(1, 1, 1, config.d_model // config.heads, device=device)
+            x = torch.zeros(1, 1, 1, config.d_model // config.heads, device=device)
+            x.sum().item()  # which raises for device "meta"
         except (RuntimeError, AssertionError, ImportError) as error:  # AssertionError: torch without CUDA
             raise ValueError(f"device={str(device)!r} cannot be used: {str(error).splitlines()[0]}") from None
         functional.check_backend(x)

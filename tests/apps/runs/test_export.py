@@ -184,7 +184,7 @@ def test_exports_of_before_the_defaults_changed_come_back(tmp_path):
         del content["model"][name]
     path.write_text(json.dumps(content))
     assert load_safetensors(tmp_path / "model").config == model.config
-    old = Checkpoint(tmp_path, 0, content["model"], {}, {})
+    old = Checkpoint(tmp_path, 0, content["model"], {})
     old.check_architecture(model.config)
     with pytest.raises(CheckpointError, match="norm"):
         old.check_architecture(dataclasses.replace(model.config, norm="rms"))

@@ -6,10 +6,9 @@ import pytest
 import torch
 
 import fastformer
-from fastformer.apps.translation import state as states
 from fastformer.apps.translation.model import TranslationModel, translation_loss
 from fastformer.apps.translation.search import SearchOptions, beam_search, greedy_search
-from fastformer.apps.translation.state import DecoderState, StaticDecoderState
+from fastformer.apps.translation.state import DecoderState
 from tests.support.closeness import assert_close, gradients
 from tests.support.fused_op import DEVICE
 from tests.support.gpu import MARKS, captured, counted_captures, no_host_sync
@@ -107,9 +106,8 @@ TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 0.05}
 @pytest.mark.parametrize("norm_first", [True, False])
 @pytest.mark.parametrize("backend", ["triton", "reference"])
 @torch.inference_mode()
-def test_replayed_steps_are_the_growing_ones(dtype, norm_first, backend, captures, monkeypatch):
-    """With rows that are reordered and leave, and a cache that grows."""
-    monkeypatch.setattr(states, "_FIRST_CAPACITY", 12)
+def test_replayed_steps_are_the_growing_ones(dtype, norm_first, backend, captures):
+    """With rows that are reordered and leave."""
     model = gpu_model(dtype, norm_first=norm_first)
     with fastformer.backend(backend):
         for static, growing in steps_of_both(model, RAGGED, 40, hypotheses=2, leave_at=(3, 14)):
@@ -136,7 +134,7 @@ def test_searches_find_the_same(find, rules, captures):
 @torch.inference_mode()
 def test_a_replayed_step_waits_for_nothing(captures):
     source, lengths = sources(RAGGED)
-    state = StaticDecoderState(gpu_model(), source.cuda(), lengths, longest=40)
+    state = DecoderState(gpu_model(), source.cuda(), lengths, longest=40)
     ids = torch.full((len(RAGGED),), BOS, device="cuda")
     for _ in range(3):
         state.step(ids)

@@ -20,7 +20,7 @@ from torch.utils._pytree import tree_leaves
 
 from fastformer import modes
 from fastformer.apps.translation.model import TranslationModel
-from fastformer.apps.translation.state import DecoderState, StaticDecoderState
+from fastformer.apps.translation.state import DecoderState
 from fastformer.host.cuda_graphs import Recorded
 from tests.support.translation_task import BOS
 from tests.support.uncached_search import sources
@@ -130,7 +130,7 @@ def steps_of_both(
     device = model.output.weight.device
     source, lengths_ = sources(lengths)
     given = model, source.to(device), lengths_, hypotheses
-    static, growing = StaticDecoderState(*given, longest=steps), DecoderState(*given)
+    static, growing = DecoderState(*given, longest=steps), DecoderState(*given)
     generator = torch.Generator().manual_seed(1)
     B, N = len(lengths), hypotheses
     ids = torch.full((B * N,), BOS)

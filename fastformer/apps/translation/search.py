@@ -3,12 +3,12 @@
 The translation of a sentence does not depend on the rest of the batch: length limit, penalties and stopping rule apply
 to each sentence separately.
 
-Letters: B sentences, N hypotheses a sentence, T steps taken, V vocabulary.
+Letters: B sentences in the batch, N hypotheses a sentence, R = B * N rows, V vocabulary.
 """
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import torch
@@ -18,17 +18,15 @@ from fastformer.apps.models.sampling import choose_ids
 from fastformer.apps.models.sizes import LARGEST
 from fastformer.apps.settings import Settings, setting
 from fastformer.apps.translation.model import TranslationConfig, TranslationModel
-from fastformer.apps.translation.state import DecoderState, StaticDecoderState
+from fastformer.apps.translation.state import DecoderState
 from fastformer.host.devices import send, widest_dtype
 from fastformer.packing import lengths_of
 
-# Finished rows are removed once they are an eighth of the batch, because each removal copies the cache. Steps in CUDA
-# graphs then need another graph too, so half of the rows must have finished, of more than 64: by its data sheet an H200
-# reads weights for longer than it computes up to 206 rows in bf16 and 28 in fp32 (not measured on a GPU).
-_REPLAYED_ROWS = 64
-_UNLIMITED = 1 << 31  # tokens; the sum of two such numbers fits into 64 bits
+# Sentences leave the batch once an eighth of it has finished, because each removal copies the cache; half with CUDA
+# graphs, where a removal also costs an eager step and a capture.
+_RUNNING, _REPLAYED = 7 / 8, 1 / 2
+_UNLIMITED = 1 << 31  # tokens
 _HIGHEST_POWER = 30  # a double holds (2 ** 31) ** 30
-_DIVERGED = "the model's scores are not numbers: it has diverged"
 _BEAM, _SAMPLE = {"search": "a beam above 1"}, {"sample": True}
 
 
@@ -62,9 +60,7 @@ class SearchOptions(Settings):
         only=_SAMPLE,
     )
     seed: int | None = setting(None, "random seed; unset: other translations each time", at_least=0, only=_SAMPLE)
-    cuda_graphs: bool = setting(
-        False, "replay each step as a CUDA graph, for small batches; elsewhere than on a GPU, only slower"
-    )
+    cuda_graphs: bool = setting(False, "replay each step as a CUDA graph, for small batches; needs a GPU")
 
     @property
     def search(self) -> str:
@@ -76,10 +72,8 @@ class SearchOptions(Settings):
     def limits(self, source_lengths: Tensor, config: TranslationConfig) -> Tensor:
         """Compute the most tokens of each sentence, eos included, that the model can hold: int64 `[B]`."""
         limits = (source_lengths * self.max_ratio).clamp(max=_UNLIMITED).long() + min(self.max_extra, _UNLIMITED)
-        for most in (self.max_length, config.longest):
-            if most is not None:
-                limits = limits.clamp(max=min(most, _UNLIMITED))
-        return limits.clamp(min=1)
+        most = min(self.max_length or _UNLIMITED, config.longest or _UNLIMITED)
+        return limits.clamp(min=1, max=most)
 
 
 @dataclass(frozen=True)
@@ -95,244 +89,162 @@ class Hypothesis:
     score: float
 
 
-@torch.inference_mode()
 def greedy_search(
+    model: TranslationModel, source: Tensor, source_lengths: Tensor, options: SearchOptions | None = None
+) -> list[Hypothesis]:
+    """Take the most probable token at every step: `beam_search` with one hypothesis, which it returns for a sentence.
+
+    The options beam, n_best and length_penalty are ignored.
+    """
+    options = replace(options or SearchOptions(), beam=1, n_best=1)
+    return [best for [best] in beam_search(model, source, source_lengths, options)]
+
+
+@torch.inference_mode()
+def beam_search(
     model: TranslationModel,
     source: Tensor,
     source_lengths: Tensor,
     options: SearchOptions | None = None,
     streams: Sequence[np.random.Generator] = (),
-) -> list[Hypothesis]:
-    """Take the most probable token at every step; with `options.sample`, draw it at random.
+) -> list[list[Hypothesis]]:
+    """Keep the N most probable hypotheses at every step; one, with `options.sample`, whose tokens are drawn.
+
+    A sentence is done when N hypotheses have ended and the best unfinished one scores no better than the worst of
+    them.
 
     Args:
         model: call `.eval()` first; the mode (train or eval) is not changed.
         source: int64 ids with eos, packed `[S]` or padded `[B, S]`.
         source_lengths: int64 `[B]`.
-        options: beam, n_best and length_penalty are ignored.
+        options: None: the defaults.
         streams: with `options.sample`, a generator for each sentence, from `RandomStreams`.
 
     Returns:
-        One hypothesis a sentence.
+        `n_best` hypotheses a sentence, best score first; fewer if the vocabulary allows no more.
 
     Raises:
         FloatingPointError: the model gives NaN.
-    """
-    options = options or SearchOptions(beam=1)
-    config, device = model.config, source.device
-    source_lengths = lengths_of("source_lengths", source_lengths)
-    B = source_lengths.numel()
-    if B == 0:
-        return []
-    state = _state(model, source, source_lengths, 1, options)
-    limits = options.limits(source_lengths, config)
-    longest = int(limits.max())
-    (limits,) = send(device, limits)
-    output = torch.full((B, longest + 1), config.bos_id, device=device)  # column 0 is bos
-    scores = torch.zeros(B, device=device)
-    lengths = limits.clone()  # tokens of each sentence, eos included
-    active = torch.arange(B, device=device)  # sentences still in the batch
-    running = torch.ones(B, dtype=torch.bool, device=device)  # [rows in the batch]
-    for t in range(longest):
-        logits = state.step(output[active, t]).float()
-        total = logits.logsumexp(-1)
-        _forbid(logits, output[active, 1 : t + 1], config, options)
-        if options.sample:
-            drawn = [streams[row].random() for row in active.tolist()]
-            (uniform,) = send(device, torch.tensor(drawn, dtype=widest_dtype(device), device="cpu"))
-            ids = choose_ids(logits, options, uniform)
-            log_p = logits.gather(1, ids[:, None]).squeeze(1) - total
-        else:
-            best, ids = logits.max(-1)
-            log_p = best - total
-        output[active, t + 1] = ids
-        scores[active] += torch.where(running, log_p, 0.0)
-        ended = running & (ids == config.eos_id)
-        lengths[active] = torch.where(ended, t + 1, lengths[active])
-        running = running & ~ended & (limits[active] > t + 1)
-        running_rows = int(running.sum())
-        if running_rows == 0:
-            break
-        if _compacts(state, running_rows, len(running)):
-            rows = running.nonzero().squeeze(1)
-            state.keep(rows)
-            active, running = active[rows], running[rows]
-    results = list(zip(output[:, 1:].tolist(), lengths.tolist(), scores.tolist(), strict=True))
-    if any(math.isnan(score) for *_, score in results):
-        raise FloatingPointError(_DIVERGED)
-    return [_hypothesis(ids, length, score, score, config.eos_id) for ids, length, score in results]
-
-
-@torch.inference_mode()
-def beam_search(
-    model: TranslationModel, source: Tensor, source_lengths: Tensor, options: SearchOptions | None = None
-) -> list[list[Hypothesis]]:
-    """Keep the N most probable hypotheses at every step.
-
-    A sentence is done when N hypotheses have ended and the best unfinished one scores no better than the worst of
-    them. Arguments as in `greedy_search`.
-
-    Returns:
-        `n_best` hypotheses a sentence, best score first.
-
-    Raises:
-        FloatingPointError: the model gives NaN.
+        ValueError: options.cuda_graphs without a CUDA device.
     """
     options = options or SearchOptions()
-    config, device = model.config, source.device
     source_lengths = lengths_of("source_lengths", source_lengths)
-    B, N = source_lengths.numel(), options.beam
-    if B == 0:
+    if not source_lengths.numel():
         return []
-    state = _state(model, source, source_lengths, N, options)
-    limits = options.limits(source_lengths, config)
-    longest = int(limits.max())
-    (limits,) = send(device, limits)
-    results: list[list[Hypothesis]] = [[] for _ in range(B)]
-
-    # The unfinished hypotheses [b, N, ...] of the b sentences still in the batch.
-    active = torch.arange(B, device=device)
-    tokens = torch.full((B, N, longest + 1), config.bos_id, device=device)  # column 0 is bos
-    scores = torch.full((B, N), -math.inf, device=device)
-    scores[:, 0] = 0.0  # at first all N are the same, so only one may bring candidates
-    finished = _Finished(B, N, longest, options.length_penalty, device)
-    for t in range(longest):
-        b = active.numel()
-        log_p = state.step(tokens[:, :, t].flatten()).float().log_softmax(-1)
-        _forbid(log_p, tokens[:, :, 1 : t + 1].flatten(0, 1), config, options)
-        log_p = log_p.view(b, N, -1)
-        V = log_p.shape[-1]
-        # 2N candidates: even if N of them end here, N continue.
-        candidates, where = (scores[:, :, None] + log_p).flatten(1).topk(min(2 * N, N * V), -1)  # [b, 2N]
-        parents, ids = where // V, where % V
-        ends = ids == config.eos_id
-
-        # Hypotheses among the best N that end compete with those that ended before.
-        if bool(ends[:, :N].any()):
-            closing = tokens[:, :, 1:].gather(1, parents[:, :N, None].expand(-1, -1, longest))
-            closing[:, :, t] = config.eos_id
-            finished.add(closing, t + 1, torch.where(ends[:, :N], candidates[:, :N], -math.inf))
-
-        # The best N that do not end continue.
-        scores, best = candidates.masked_fill(ends, -math.inf).topk(N, -1)
-        parents, ids = parents.gather(1, best), ids.gather(1, best)
-        tokens = tokens.gather(1, parents[:, :, None].expand(-1, -1, longest + 1))
-        tokens[:, :, t + 1] = ids
-
-        cut = limits[active] <= t + 1
-        if bool(cut.any()):
-            # Hypotheses at the length limit are ranked with the finished ones.
-            finished.add(tokens[:, :, 1:], t + 1, torch.where(cut[:, None], scores, -math.inf))
-        bound = _penalised(scores[:, 0], t + 1, options.length_penalty)
-        done = cut | (bound <= finished.scores[:, -1])
-        rows = done.nonzero().squeeze(1)
-        if rows.numel():
-            n_best = finished.best(rows, options.n_best, config)
-            for sentence, hypotheses in zip(active[rows].tolist(), n_best, strict=True):
-                results[sentence] = hypotheses
-        if rows.numel() == b:
+    N = 1 if options.sample else options.beam
+    limits = options.limits(source_lengths, model.config).tolist()
+    sentences = [_Sentence(limit, [[]] * N) for limit in limits]
+    state = DecoderState(model, source, source_lengths, N, max(limits) if options.cuda_graphs else None)
+    batch = list(range(len(sentences)))  # the sentences whose rows are in the state
+    ids = [model.config.bos_id] * (N * len(batch))
+    scores = [0.0] + [-math.inf] * (N - 1)  # at first all N are the same, so only one may bring candidates
+    scores = scores * len(batch)
+    for length in range(1, max(limits) + 1):
+        fed, totals = send(source.device, torch.tensor(ids, device="cpu"), torch.tensor(scores, device="cpu"))
+        log_p = state.step(fed).float().log_softmax(-1)
+        _forbid(log_p, [prefix for i in batch for prefix in sentences[i].prefixes], length, model.config, options)
+        draws = [streams[i].random() for i in batch] if options.sample else []
+        candidates = _candidates(log_p, totals, N, options, draws)
+        parents, ids, scores = [], [], []
+        for row, (i, best) in enumerate(zip(batch, candidates, strict=True)):
+            for parent, token, score in sentences[i].advance(best, length, N, model.config.eos_id, options):
+                parents.append(row * N + parent)
+                ids.append(token)
+                scores.append(score)
+        running = [row for row, i in enumerate(batch) if not sentences[i].done]
+        if not running:
             break
-        state.reorder((parents + torch.arange(b, device=device)[:, None] * N).flatten())
-        if rows.numel():
-            rows = (~done).nonzero().squeeze(1)
-            state.keep(rows)
-            finished.keep(rows)
-            active, tokens, scores = active[rows], tokens[rows], scores[rows]
-    if not all(results):
-        raise FloatingPointError(_DIVERGED)
-    return results
+        if parents != list(range(len(parents))):
+            state.reorder(torch.tensor(parents, device="cpu"))
+        if len(running) <= len(batch) * (_REPLAYED if state.replays else _RUNNING):
+            state.keep(torch.tensor(running, device="cpu"))
+            ids, scores = ([each[row * N + n] for row in running for n in range(N)] for each in (ids, scores))
+            batch = [batch[row] for row in running]
+    return [sentence.finished[: options.n_best] for sentence in sentences]
 
 
-def _state(
-    model: TranslationModel, source: Tensor, source_lengths: Tensor, hypotheses: int, options: SearchOptions
-) -> DecoderState:
-    if not options.cuda_graphs:
-        return DecoderState(model, source, source_lengths, hypotheses)
-    longest = int(options.limits(source_lengths, model.config).max())
-    return StaticDecoderState(model, source, source_lengths, hypotheses, longest=longest)
+@dataclass
+class _Sentence:
+    """The hypotheses of a sentence."""
+
+    limit: int  # tokens, eos included
+    prefixes: list[list[int]]  # of the N unfinished ones, without bos
+    finished: list[Hypothesis] = field(default_factory=list)  # the best N, best first
+    done: bool = False
+
+    def advance(
+        self, candidates: list[tuple[float, int, int]], length: int, N: int, eos_id: int, options: SearchOptions
+    ) -> list[tuple[int, int, float]]:
+        """Take up the candidates (log probability, prefix, token) of `length` tokens, the most probable first.
+
+        Return (prefix continued, token, log probability) of N rows; of a sentence that is done, or where there are
+        fewer, rows without a chance.
+        """
+        idle = (0, eos_id, -math.inf)
+        if self.done:
+            return [idle] * N
+        if math.isnan(candidates[0][0]):
+            raise FloatingPointError("the model's scores are not numbers: it has diverged")
+        possible = [each for each in candidates if each[0] > -math.inf]
+        # Candidates among the best N that end compete with those that ended before; the best N others continue.
+        ended = [(self.prefixes[parent], total) for total, parent, token in possible[:N] if token == eos_id]
+        continued = [each for each in possible if each[2] != eos_id][:N]
+        self.prefixes = [[*self.prefixes[parent], token] for _, parent, token in continued]
+        if length == self.limit:
+            ended += [(prefix, total) for prefix, (total, *_) in zip(self.prefixes, continued, strict=True)]
+        divisor = length**options.length_penalty if N > 1 else 1.0
+        if ended:
+            self.finished += [Hypothesis(prefix, total, total / divisor) for prefix, total in ended]
+            self.finished = sorted(self.finished, key=lambda hypothesis: -hypothesis.score)[:N]
+        bound = continued[0][0] / divisor if continued else -math.inf
+        self.done = length == self.limit or (len(self.finished) == N and bound <= self.finished[-1].score)
+        missing = N - len(continued)
+        self.prefixes += [[]] * missing
+        return [(parent, token, total) for total, parent, token in continued] + [idle] * missing
 
 
-def _compacts(state: DecoderState, running_rows: int, rows: int) -> bool:
-    """Return whether to remove finished rows from the batch, of which `running_rows` continue."""
-    return rows > _REPLAYED_ROWS and running_rows <= rows // 2 if state.replays else running_rows <= 7 * rows / 8
+def _candidates(
+    log_p: Tensor, totals: Tensor, N: int, options: SearchOptions, draws: list[float]
+) -> Iterator[list[tuple[float, int, int]]]:
+    """Yield candidates of each sentence, (log probability, prefix, token), from log p `[R, V]` and totals `[R]`.
 
-
-class _Finished:
-    """The best N finished hypotheses of each sentence, best first; scores of -inf where there are fewer."""
-
-    def __init__(self, sentences: int, N: int, longest: int, length_penalty: float, device: torch.device) -> None:
-        self.length_penalty = length_penalty
-        self.tokens = torch.zeros(sentences, N, longest, dtype=torch.int64, device=device)
-        self.lengths = torch.zeros(sentences, N, dtype=torch.int64, device=device)
-        self.log_probabilities = torch.full((sentences, N), -math.inf, device=device)
-        self.scores = self.log_probabilities.to(widest_dtype(device))
-
-    def add(self, tokens: Tensor, length: int, log_probabilities: Tensor) -> None:
-        """Merge N more hypotheses a sentence: tokens `[b, N, longest]`, log probabilities `[b, N]` or -inf."""
-        N = self.scores.shape[1]
-        scores = torch.cat([self.scores, _penalised(log_probabilities, length, self.length_penalty)], 1)  # [b, 2N]
-        self.scores, best = scores.topk(N, -1)
-        self.log_probabilities = torch.cat([self.log_probabilities, log_probabilities], 1).gather(1, best)
-        self.lengths = torch.cat([self.lengths, torch.full_like(self.lengths, length)], 1).gather(1, best)
-        wide = best[:, :, None].expand(-1, -1, tokens.shape[2])
-        self.tokens = torch.cat([self.tokens, tokens], 1).gather(1, wide)
-
-    def keep(self, rows: Tensor) -> None:
-        """Keep these sentences only."""
-        self.tokens, self.lengths = self.tokens[rows], self.lengths[rows]
-        self.log_probabilities, self.scores = self.log_probabilities[rows], self.scores[rows]
-
-    def best(self, rows: Tensor, n: int, config: TranslationConfig) -> list[list[Hypothesis]]:
-        """Return the n best hypotheses of the sentences in `rows`; fewer if the vocabulary allows no more."""
-        fields = (self.tokens, self.lengths, self.log_probabilities, self.scores)
-        return [
-            [
-                _hypothesis(ids, length, log_probability, score, config.eos_id)
-                for ids, length, log_probability, score in zip(*sentence, strict=True)
-                if score > -math.inf
-            ]
-            for sentence in zip(*(field[rows, :n].tolist() for field in fields), strict=True)
-        ]
-
-
-def _penalised(log_probabilities: Tensor, length: int, penalty: float) -> Tensor:
-    """Return the scores of hypotheses of `length` tokens, in fp64 where the device has it.
-
-    Scores beyond the range of fp32 would be equal.
+    One a sentence, drawn or the best; of a beam the 2N most probable: even if N of them end, N continue.
     """
-    return log_probabilities.to(widest_dtype(log_probabilities.device)) / math.pow(length, penalty)
+    V = log_p.shape[1]
+    if options.sample:
+        (uniform,) = send(log_p.device, torch.tensor(draws, dtype=widest_dtype(log_p.device), device="cpu"))
+        where = choose_ids(log_p, options, uniform)[:, None]
+        values = totals[:, None] + log_p.gather(1, where)
+    elif N == 1:
+        best, where = log_p.max(-1, keepdim=True)
+        values = totals[:, None] + best
+    else:
+        values, where = (totals[:, None] + log_p).view(-1, N * V).topk(min(2 * N, N * V), -1)
+    for row_values, row_where in zip(values.tolist(), where.tolist(), strict=True):
+        yield [(value, *divmod(place, V)) for value, place in zip(row_values, row_where, strict=True)]
 
 
-def _hypothesis(ids: list[int], length: int, log_probability: float, score: float, eos_id: int) -> Hypothesis:
-    ids = ids[:length]
-    return Hypothesis(ids[:-1] if ids[-1] == eos_id else ids, log_probability, score)
+def _forbid(
+    log_p: Tensor, prefixes: list[list[int]], length: int, config: TranslationConfig, options: SearchOptions
+) -> None:
+    """Set the log p `[R, V]` of tokens that may not follow the prefixes to -inf, in place.
 
-
-def _forbid(scores: Tensor, tokens: Tensor, config: TranslationConfig, options: SearchOptions) -> None:
-    """Set the scores `[R, V]` of ids that may not follow `tokens` `[R, t]` to -inf, in place.
-
-    Padding and bos are always forbidden, eos before the minimum length unless no other id is allowed.
+    Padding and bos are always forbidden, eos up to the minimum length unless no other token is allowed.
     """
     for i in {config.pad_id, config.bos_id} - {config.eos_id}:  # a list would be copied to the device: a wait
-        scores[:, i] = -math.inf
-    early = tokens.shape[1] < options.min_length
-    eos = scores[:, config.eos_id].clone()
-    if early:
-        scores[:, config.eos_id] = -math.inf
+        log_p[:, i] = -math.inf
     if options.no_repeat_ngram:
-        _forbid_repeats(scores, tokens, options.no_repeat_ngram)
-        if early:
-            stuck = scores.amax(-1) == -math.inf
-            scores[:, config.eos_id] = torch.where(stuck, eos, -math.inf)
+        repeats = [(row, i) for row, ids in enumerate(prefixes) for i in _repeats(ids, options.no_repeat_ngram)]
+        if repeats:
+            rows, ids = send(log_p.device, *torch.tensor(repeats, device="cpu").T.contiguous())
+            log_p[rows, ids] = -math.inf
+    if length <= options.min_length:
+        eos = log_p[:, config.eos_id].clone()
+        log_p[:, config.eos_id] = -math.inf
+        log_p[:, config.eos_id] = torch.where(log_p.amax(-1) == -math.inf, eos, -math.inf)
 
 
-def _forbid_repeats(scores: Tensor, tokens: Tensor, size: int) -> None:
-    """Set the scores of ids that would repeat an n-gram of `tokens` `[R, t]` to -inf, in place."""
-    t = tokens.shape[1]
-    if t < size:
-        return
-    grams = tokens.unfold(1, size, 1)  # [R, t - size + 1, size]
-    last = tokens[:, t - size + 1 :]  # the size - 1 tokens before the next one; none for size 1
-    seen = (grams[:, :, :-1] == last[:, None]).all(-1)  # [R, t - size + 1]
-    row, start = seen.nonzero(as_tuple=True)
-    scores[row, grams[row, start, -1]] = -math.inf
+def _repeats(ids: list[int], size: int) -> set[int]:
+    """Return the tokens that would repeat an n-gram of `ids`."""
+    last = ids[len(ids) - size + 1 :]  # the n - 1 tokens before the next one
+    return {ids[i + size - 1] for i in range(len(ids) - size + 1) if ids[i : i + size - 1] == last}

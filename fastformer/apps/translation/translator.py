@@ -18,7 +18,7 @@ from fastformer.apps.plots.attention_maps import AttentionMaps
 from fastformer.apps.text import EncodedPairs, Sequences, Tokenizer, collate, collate_source, encode_source
 from fastformer.apps.text.files import check_texts
 from fastformer.apps.translation.model import TranslationModel
-from fastformer.apps.translation.search import Hypothesis, SearchOptions, beam_search, greedy_search
+from fastformer.apps.translation.search import Hypothesis, SearchOptions, beam_search
 from fastformer.host.devices import device_of, send
 from fastformer.settings import check_value
 
@@ -113,11 +113,8 @@ class Translator:
             indices = order[start : start + batch_size]
             ids, source_lengths = collate_source([sequences[i] for i in indices], self.source_tokenizer.special_ids)
             (ids,) = send(device, ids)
-            if options.sample or options.beam == 1:
-                draws = streams.take([sequences[i] for i in indices]) if options.sample else ()
-                yield indices, [[h] for h in greedy_search(self.model, ids, source_lengths, options, draws)]
-            else:
-                yield indices, beam_search(self.model, ids, source_lengths, options)
+            draws = streams.take([sequences[i] for i in indices]) if options.sample else ()
+            yield indices, beam_search(self.model, ids, source_lengths, options, draws)
 
     def score(self, sources: Sequence[str], targets: Sequence[str], batch_size: int = 64) -> list[tuple[float, int]]:
         """Return (log probability in nats, tokens with eos) of each pair of a source and a translation.

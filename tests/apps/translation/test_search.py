@@ -72,18 +72,6 @@ def test_beam_search_is_the_uncached_loop(variant, rule):
         assert [h.score for h in found] == pytest.approx([score for _, _, score in expected], abs=1e-4)
 
 
-@pytest.mark.parametrize("seed", range(4))
-def test_beam_one_is_greedy(seed):
-    model = random_model(seed, output_bias=True).double()
-    with torch.no_grad():
-        model.output.bias[EOS] += seed  # from seldom to often
-    source, lengths = sources([2, 9, 1, 5, 5, 12], seed)
-    options = SearchOptions(beam=1, no_repeat_ngram=seed)
-    greedy, beam = (search(model, source, lengths, options) for search in (greedy_search, beam_search))
-    assert [h.ids for h in greedy] == [h.ids for [h] in beam]
-    assert [h.log_probability for h in greedy] == pytest.approx([h.log_probability for [h] in beam], abs=1e-4)
-
-
 def test_wide_beam_search_is_exhaustive():
     """With as many beams as there are sequences, the n best are the n best of all of them."""
     model = random_model(3, source_vocabulary=6, target_vocabulary=6).double()

@@ -1,0 +1,91 @@
+"""Decoding from CUDA graphs: a tape that repeats steps finds the same as steps that grow the cache."""
+
+import pytest
+import torch
+
+from fastformer.apps.translation import state
+from fastformer.apps.translation.search import SearchOptions, beam_search, greedy_search
+from fastformer.apps.translation.state import DecoderState
+from tests.support.fused_op import poisoned
+from tests.support.recorded_steps import steps_of_both, taped
+from tests.support.translation_task import BOS, random_model
+from tests.support.uncached_search import RAGGED, sources
+
+MODELS = {
+    "pre-norm": {},
+    "post-norm, no final norms": {"norm_first": False, "final_norm": False, "embeddings": "shared"},
+    "learned, no biases": {"positions": "learned", "max_positions": 40, "bias": False, "embeddings": "separate"},
+}
+
+
+@pytest.fixture
+def tape(monkeypatch):
+    return taped(monkeypatch, state)
+
+
+@pytest.mark.parametrize("variant", MODELS)
+@torch.inference_mode()
+def test_replayed_steps_are_the_growing_ones(variant, tape):
+    """Rows are reordered, and leave twice; the cache holds as many positions as the model can."""
+    model = random_model(1, **MODELS[variant]).double()
+    with poisoned():
+        for static, growing in steps_of_both(model, RAGGED, 40, hypotheses=2, leave_at=(3, 14)):
+            torch.testing.assert_close(static, growing, atol=1e-12, rtol=0)  # another order of sums
+    # An eager step at 0, and at 4 and 15 (after rows left), each followed by one graph.
+    assert (tape.warmed_up, tape.captured, tape.replayed) == (3, 3, 40 - 3)
+
+
+@torch.inference_mode()
+def test_no_more_steps_than_stated_and_no_graphs_without_a_gpu(tape, monkeypatch):
+    given = random_model(3).double(), *sources([3])
+    decoder = DecoderState(*given, longest=2)
+    for _ in range(2):
+        decoder.step(torch.tensor([BOS]))
+    with pytest.raises(ValueError, match="longest must be at least the number of steps, not 2"):
+        decoder.step(torch.tensor([BOS]))
+    monkeypatch.undo()
+    with pytest.raises(ValueError, match="cuda_graphs has an effect only with a CUDA device, not with a cpu"):
+        greedy_search(*given, SearchOptions(cuda_graphs=True))
+
+
+RULES = [{}, {"min_length": 5, "no_repeat_ngram": 2}, {"max_ratio": 0.0, "max_extra": 70}]
+
+
+def assert_same_hypotheses(found, expected):
+    for one, two in zip(found, expected, strict=True):
+        for a, b in zip(*(x if isinstance(x, list) else [x] for x in (one, two)), strict=True):
+            assert a.ids == b.ids
+            assert a.log_probability == pytest.approx(b.log_probability, abs=1e-5)
+            assert a.score == pytest.approx(b.score, abs=1e-5)
+
+
+@pytest.mark.parametrize("rules", RULES, ids=str)
+@pytest.mark.parametrize("find", [greedy_search, beam_search])
+def test_searches_find_the_same(find, rules, tape):
+    given = random_model(6).double(), *sources(RAGGED)
+    expected = find(*given, SearchOptions(beam=3, **rules))
+    found = find(*given, SearchOptions(beam=3, **rules, cuda_graphs=True))
+    assert_same_hypotheses(found, expected)
+    assert tape.replayed
+
+
+def test_a_step_that_cannot_be_captured_is_eager_from_then_on(tape, monkeypatch):
+    """As one that waits for the device: one warning with the reason, and the results are the same."""
+    captures = []
+    forward = DecoderState._logits
+    capture = tape.capture
+
+    def waiting(self, ids, positions, length):
+        assert int(ids[0]) >= 0
+        return forward(self, ids, positions, length)
+
+    monkeypatch.setattr(DecoderState, "_logits", waiting)
+    monkeypatch.setattr(tape, "capture", lambda step: captures.append(1) or capture(step))
+    given = random_model(7).double(), *sources(RAGGED)
+    expected = greedy_search(*given)
+    with pytest.warns(
+        RuntimeWarning, match="goes on without CUDA graphs.*not permitted when stream is capturing"
+    ) as said:
+        found = greedy_search(*given, SearchOptions(cuda_graphs=True))
+    assert_same_hypotheses(found, expected)
+    assert len(captures) == len(said) == 1

@@ -158,7 +158,8 @@ def beam_search(
             state.reorder(torch.tensor(parents, device="cpu"))
         if len(running) <= len(batch) * (_REPLAYED if state.replays else _RUNNING):
             state.keep(torch.tensor(running, device="cpu"))
-            ids, scores = ([each[row * N + n] for row in running for n in range(N)] for each in (ids, scores))
+            rows = [row * N + n for row in running for n in range(N)]
+            ids, scores = [ids[row] for row in rows], [scores[row] for row in rows]
             batch = [batch[row] for row in running]
     return [sentence.finished[: options.n_best] for sentence in sentences]
 

@@ -18,6 +18,7 @@ LOSS = "functional/test_linear_cross_entropy.py::test_values_and_gradients_are_t
 FORWARD = "functional/test_feed_forward.py::test_values_and_gradients_are_those_of_the_formula"
 OBSTACLE = "nn/test_running_padded.py::test_a_module_that_may_mix_tokens_gets_the_padded_batch"
 HOOKS = "nn/test_layers.py::test_hooks_and_replaced_methods_are_called"
+COMPILED = "nn/test_compile.py::test_one_compilation_for_all_shapes_or_two_where_the_first_is_of_one_shape"
 ORDER = "nn/test_cache.py::test_steps_equal_the_whole_row_after_any_change_of_rows"
 CHANGED = "nn/test_fast_path.py::test_a_layer_that_is_modified_between_two_steps"
 LATER = "nn/test_options.py::"
@@ -39,7 +40,7 @@ RESUMED = "apps/train/test_train_resume.py::test_a_run_interrupted_anywhere_and_
 ROWS: dict[str, list[tuple[str, str, str]]] = {
     "modes": [
         ("compiling = torch.compiler.is_compiling ", "compiling = bool ",
-         "nn/test_compile.py::test_two_compilations_for_all_shapes[TransformerDecoder]"),
+         COMPILED + "[TransformerEncoder-None]"),
         ("(functionalised() or stands_for_many(x))", "functionalised()",
          "nn/test_padding_free.py::test_gradients_by_vmap_are_those_of_each_sequence"),
     ],

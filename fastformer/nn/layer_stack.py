@@ -216,12 +216,16 @@ class Stack(nn.Module):
         norm: Any = self.norm
         carried: Tensor | DeferredResidual = x
         for index, layer in enumerate(layers):
-            if type(layer) in _LAYERS and not self.checkpoint_activations:
-                compose = layer.carry if layer.norm_first else layer.compose
-                carried = compose(carried, *attentions(index, layer))
+            carries = type(layer) in _LAYERS and not self.checkpoint_activations
+            if carries and layer.norm_first:
+                carried = layer.carry(carried, *attentions(index, layer))
+                continue
+            if isinstance(carried, DeferredResidual):
+                carried = carried.add()
+            if call is None or carries:
+                carried = layer.compose(carried, *attentions(index, layer))
             else:
-                carried = carried.add() if isinstance(carried, DeferredResidual) else carried
-                carried = layer.compose(carried, *attentions(index, layer)) if call is None else call(layer, carried)
+                carried = call(layer, carried)
         if not isinstance(carried, DeferredResidual):
             return carried if norm is None else norm(carried)
         return carried.add() if norm is None else carried.norm(norm, plain(norm, *NORMS))[0]

@@ -1,6 +1,6 @@
-"""Stacks with a cache, and torch.nn's, which read everything again for each new token.
+"""Stacks with a cache, and those of torch.nn, which read each row anew for each new token.
 
-Letters: B sentences, N hypotheses a sentence, R = B * N rows, t new tokens a row, S sources, D model width.
+Letters: B sentences, N hypotheses a sentence, R = B * N rows, S sources, D model width.
 """
 
 import copy
@@ -14,10 +14,9 @@ import fastformer
 from fastformer.nn.cache import KVCache
 from fastformer.packing import Layout
 from tests.nn.layer_cases import build, randomise
+from tests.support.masks import ahead, right
 
 D, HEADS = 16, 2
-
-
 LAYERS: dict[str, dict[str, Any]] = {
     "post-norm": {},
     "pre-norm": {"norm_first": True},
@@ -27,26 +26,26 @@ LAYERS: dict[str, dict[str, Any]] = {
 }
 
 
-def both(kind: str, **options: Any) -> tuple[nn.Module, Any]:
-    """Return a stack of torch.nn, and ours with the same weights, in evaluation mode."""
+def stacks(kind: str, **options: Any) -> tuple[Any, Any]:
+    """Return a stack of torch.nn and one of fastformer with the same weights, in evaluation mode."""
     torch.manual_seed(0)
     settings = {"d_model": D, "nhead": HEADS, "dim_feedforward": 24, "dropout": 0.5, **options}
-    theirs = build(nn, f"Transformer{kind.capitalize()}", **settings).eval()
-    randomise(theirs)  # biases and norms that matter; layers that differ
-    ours = copy.deepcopy(theirs)
-    fastformer.convert(ours)
-    return theirs, ours
+    reference = build(nn, f"Transformer{kind.capitalize()}", **settings).eval()
+    randomise(reference)
+    stack = copy.deepcopy(reference)
+    fastformer.convert(stack)
+    return reference, stack
 
 
 class Uncached:
-    """What torch.nn says of each row: the whole row again for each new token.
+    """A stack of torch.nn that reads each row from its start for each new token.
 
     Attributes:
-        rows: of each row all tokens `[length, D]`.
-        memories: of each row `[S, D]`, of its own length.
+        rows: all tokens `[length, D]` of each row.
+        memories: `[S, D]` of each row, where S differs by row.
     """
 
-    def __init__(self, stack: nn.Module, memories: list[Tensor] | None, rows: int) -> None:
+    def __init__(self, stack: Any, memories: list[Tensor] | None, rows: int) -> None:
         self.stack, self.memories = stack, memories
         self.rows = [torch.empty(0, D, dtype=torch.float64)] * rows
 
@@ -54,18 +53,15 @@ class Uncached:
     def read(self, new: list[Tensor]) -> list[Tensor]:
         """Return the outputs at the new tokens of each row."""
         self.rows = [torch.cat(pair) for pair in zip(self.rows, new, strict=True)]
-        return [self.alone(row)[len(self.rows[row]) - len(x) :] for row, x in enumerate(new)]
+        return [self.run_row(row)[len(self.rows[row]) - len(x) :] for row, x in enumerate(new)]
 
-    def alone(self, row: int) -> Tensor:
+    def run_row(self, row: int) -> Tensor:
         x = self.rows[row]
         if not len(x):
             return x
-        mask = torch.ones(len(x), len(x), dtype=torch.bool).triu(1)
-        first = 0 if self.stack.layers[0].self_attn.batch_first else 1  # type: ignore[union-attr, index]
-        x = x.unsqueeze(first)
-        if self.memories is None:
-            return self.stack(x, mask).squeeze(first)  # type: ignore[no-any-return]
-        return self.stack(x, self.memories[row].unsqueeze(first), mask).squeeze(first)  # type: ignore[no-any-return]
+        dim = 0 if self.stack.layers[0].self_attn.batch_first else 1
+        memory = [] if self.memories is None else [self.memories[row].unsqueeze(dim)]
+        return self.stack(x.unsqueeze(dim), *memory, ahead(len(x))).squeeze(dim)  # type: ignore[no-any-return]
 
     def choose(self, rows: list[int]) -> None:
         self.rows = [self.rows[row] for row in rows]
@@ -73,60 +69,49 @@ class Uncached:
             self.memories = [self.memories[row] for row in rows]
 
 
-def padded(x: list[Tensor], batch_first: bool) -> Tensor:
-    return nn.utils.rnn.pad_sequence(x, batch_first)
-
-
 def drawn(*lengths: int, seed: int = 0) -> list[Tensor]:
     generator = torch.Generator().manual_seed(seed)
     return [torch.randn(n, D, generator=generator, dtype=torch.float64) for n in lengths]
 
 
-def assert_reads(stack: Any, cache: KVCache, uncached: Uncached, new: list[Tensor], how: str) -> None:
+def assert_reads(stack: Any, cache: KVCache, uncached: Uncached, new: list[Tensor], form: str) -> None:
     """Compare a step on new tokens (equally many, padded or packed) with the outputs of the whole rows."""
     expected = uncached.read(new)
     lengths = torch.tensor([len(x) for x in new])
-    order = cache.batch_first
-    if how == "packed":
-        found = stack.step(torch.cat(new), cache, Layout.from_lengths(lengths))
-        torch.testing.assert_close(found, torch.cat(expected), atol=1e-12, rtol=0)
+    if form == "packed":
+        out = stack.step(torch.cat(new), cache, Layout.from_lengths(lengths))
+        torch.testing.assert_close(out, torch.cat(expected), atol=1e-12, rtol=0)
     else:
-        x = padded(new, order)
-        if how == "padded":
-            x = torch.cat([x, x.new_full((len(new), 1, D) if order else (1, len(new), D), 7.0)], int(order))
-        found = stack.step(x, cache, None if how == "equal" else lengths)
-        wanted = padded(expected, order)
-        torch.testing.assert_close(found.narrow(int(order), 0, wanted.shape[int(order)]), wanted, atol=1e-12, rtol=0)
-        assert found.shape == x.shape
-        if how == "padded":
-            assert not bool(found.select(int(order), -1).any())  # padding comes out as 0
+        x, y = (nn.utils.rnn.pad_sequence(each, batch_first=True) for each in (new, expected))
+        if form == "padded":  # padding comes out as 0
+            x, y = torch.cat([x, x.new_full((len(new), 1, D), 7.0)], 1), torch.cat([y, y.new_zeros(len(new), 1, D)], 1)
+        if not cache.batch_first:
+            x, y = x.transpose(0, 1), y.transpose(0, 1)
+        out = stack.step(x, cache, None if form == "equal" else lengths)
+        torch.testing.assert_close(out, y, atol=1e-12, rtol=0)
     assert cache.lengths.tolist() == [len(x) for x in uncached.rows]
 
 
 def caches(kind: str, rows: list[int], hypotheses: int = 1, **options: Any) -> Iterator[tuple[Any, KVCache, Uncached]]:
-    """Yield our stack, a new cache and torch.nn's stack; for a decoder, with each form of memory.
+    """Yield a stack of fastformer, a new cache and the stack of torch.nn; for a decoder, with each form of memory.
 
     rows: the length of each sentence's memory.
     """
-    more = {name: options.pop(name) for name in ("longest", "capacity") if name in options}
-    theirs, ours = both(kind, **options)
+    cache_options = {name: options.pop(name) for name in ("longest", "capacity") if name in options}
+    reference, stack = stacks(kind, **options)
     count = len(rows) * hypotheses
     if kind == "encoder":
-        yield ours, ours.new_cache(count, **more), Uncached(theirs, None, count)
+        yield stack, stack.new_cache(count, **cache_options), Uncached(reference, None, count)
         return
-    memories = drawn(*rows, seed=9)
-    of_rows = [memory for memory in memories for _ in range(hypotheses)]
-    order = options.get("batch_first", True)
-    hidden = torch.arange(max(rows)) >= torch.tensor(rows)[:, None]
-    packed = torch.cat(memories)
-    made = {
-        "right": lambda: ours.new_cache(padded(memories, order), hidden, hypotheses=hypotheses, **more),
-        "left": lambda: ours.new_cache(
-            padded([x.flip(0) for x in memories], order).flip(int(order)), hidden.flip(1), hypotheses=hypotheses, **more
-        ),
-        "packed": lambda: ours.new_cache(
-            packed, memory_layout=Layout.from_lengths(rows), hypotheses=hypotheses, **more
-        ),
-    }
-    for form in made if len(set(rows)) > 1 else ["packed"]:
-        yield ours, made[form](), Uncached(theirs, list(of_rows), count)
+    memories, hidden = drawn(*rows, seed=9), right(rows, max(rows))
+    memories_of_rows = [memory for memory in memories for _ in range(hypotheses)]
+    to_right = nn.utils.rnn.pad_sequence(memories, batch_first=True)
+    to_left = nn.utils.rnn.pad_sequence([x.flip(0) for x in memories], batch_first=True).flip(1)
+    forms: dict[str, tuple[Any, ...]] = {"packed": (torch.cat(memories), None, Layout.from_lengths(rows))}
+    if len(set(rows)) > 1:
+        batch_first = options.get("batch_first", True)
+        for name, memory, mask in (("right", to_right, hidden), ("left", to_left, hidden.flip(1))):
+            forms[name] = (memory if batch_first else memory.transpose(0, 1), mask, None)
+    for memory, mask, layout in forms.values():
+        cache = stack.new_cache(memory, mask, memory_layout=layout, hypotheses=hypotheses, **cache_options)
+        yield stack, cache, Uncached(reference, list(memories_of_rows), count)

@@ -64,18 +64,24 @@ def test_causal_encoders_with_options_are_as_accurate_as_the_reference(name):
     assert_module_as_accurate_as_reference(encoder(name), (batch(),), **masks)
 
 
+@pytest.mark.slow
 def test_a_decoder_with_options_is_as_accurate_as_the_reference():
     masks = {"memory_key_padding_mask": hidden("right"), "tgt_mask": ahead(6), "tgt_is_causal": True}
     assert_module_as_accurate_as_reference(decoder("all"), (batch(6), batch()), **masks)
 
 
-@each_option
-def test_steps_with_options_are_as_accurate_as_the_reference(name):
-    x, layout = batch(), Layout.from_lengths(LENGTHS - 1, DEVICE, L)
+@pytest.mark.parametrize(
+    ("kind", "name", "capacity"), [("encoder", "rms", None), ("encoder", "all", None), ("decoder", "qkv_bias", L)]
+)
+def test_cached_steps_with_options_are_as_accurate_as_the_reference(kind, name, capacity):
+    """A chunk of ragged lengths, then a token a row."""
+    x, layout = batch(), Layout.from_lengths(LENGTHS, DEVICE, L)
 
     def results(stack: Any) -> list[Tensor]:
-        given = x.to(DEVICE, next(stack.parameters()).dtype)
-        cache = stack.new_cache(len(x))
-        return [stack.step(pack(given, layout), cache, layout), stack.step(given[:, -1:], cache)]
+        tokens = x.to(DEVICE, next(stack.parameters()).dtype)
+        memory = len(x) if kind == "encoder" else tokens
+        cache = stack.new_cache(memory, capacity=None if capacity is None else capacity + 1)
+        return [stack.step(pack(tokens, layout), cache, layout), stack.step(tokens[:, -1:], cache)]
 
-    assert_model_as_accurate_as_reference(encoder(name).to(DEVICE, torch.float32), results)
+    stack = encoder(name) if kind == "encoder" else decoder(name)
+    assert_model_as_accurate_as_reference(stack.to(DEVICE, torch.float32), results)

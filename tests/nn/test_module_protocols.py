@@ -26,49 +26,47 @@ from fastformer.nn.modules import DROP_INS as REPLACED
 from tests.support.closeness import assert_close, gradients
 from tests.support.fused_op import needs_kernels
 from tests.support.noise import DEVIATIONS, noise
-from tests.support.protocol_cases import CASES, DROP_INS, Subject, leaves
+from tests.support.protocol_cases import CASES, DROP_INS, leaves
 
 pytestmark = [pytest.mark.usefixtures("slow_path"), pytest.mark.filterwarnings("ignore:There is a performance drop")]
-HALVES = [torch.float16, torch.bfloat16]
 B, L = 3, 5
 PADDED = [*DROP_INS, "FeedForward", "LinearCrossEntropy"]  # the others take a Layout, which is no tensor
-# Their outputs at padding are 0; those of torch are not compared.
 STACKS = ("TransformerEncoder", "TransformerDecoder", "Transformer")
+every_case = pytest.mark.parametrize("name", CASES)
 
 
-def real(name: str, out: Tensor, call: Any) -> Tensor:
-    """Return torch's output with zeros at padding."""
+def zero_padding(name: str, out: Tensor, call: Any) -> Tensor:
+    """Return torch's output with zeros at padding, as a stack of fastformer computes it."""
     if name not in STACKS:
         return out
     hidden = call[1]["src_key_padding_mask" if name == "TransformerEncoder" else "tgt_key_padding_mask"]
     return out.masked_fill(hidden[..., None], 0.0)
 
 
-@pytest.mark.parametrize("name", CASES)
+@every_case
 def test_autocast_gives_torchs_dtypes_and_accuracy(name):
-    """Dtypes are torch's; errors are of the low precision, of output and gradients."""
-    case, dtype = CASES[name], HALVES[len(name) % 2]
-    ours, other = case.pair()
-    given = case.inputs(B, L, torch.float32)
-    exact = real(name, case.run(case.function(other), given), given)
-    wanted = gradients(exact, leaves(given, other))
+    """Errors of outputs and gradients are those of the low precision."""
+    case, dtype = CASES[name], [torch.float16, torch.bfloat16][len(name) % 2]
+    module, other = case.pair()
+    inputs = case.inputs(B, L, torch.float32)
+    exact = zero_padding(name, case.run(case.function(other), inputs), inputs)
+    expected = gradients(exact, leaves(inputs, other))
     with torch.autocast("cpu", dtype):
-        out = case.run(case.function(ours), given)
-        theirs = case.run(case.function(other), given)
-    assert out.dtype == theirs.dtype
+        out, torchs = (case.run(case.function(each), inputs) for each in (module, other))
+    assert out.dtype == torchs.dtype
     if name == "LinearCrossEntropy":
         assert out.dtype == torch.float32
-    noise = 32 * torch.finfo(dtype).eps / torch.finfo(torch.float32).eps  # of a few products one after another
-    assert_close(out.float(), exact, roundings=noise)
-    assert_close(gradients(out, leaves(given, ours)), wanted, roundings=4 * noise)
+    roundings = 32 * torch.finfo(dtype).eps / torch.finfo(torch.float32).eps  # of a few products one after another
+    assert_close(out.float(), exact, roundings=roundings)
+    assert_close(gradients(out, leaves(inputs, module)), expected, roundings=4 * roundings)
 
 
-@pytest.mark.parametrize("name", CASES)
+@every_case
 def test_scaled_steps_equal_unscaled_ones_and_overflow_is_left_out(name):
-    """A step is that without a scaler; where a gradient is no number, it is left out and the scale is halved."""
+    """A step with a gradient that is not finite is left out, and the scale is halved."""
     case = CASES[name]
-    ours, plain = case.pair(dtype=torch.float64)
-    given = case.inputs(B, L, torch.float64)
+    module, plain = case.pair(dtype=torch.float64)
+    inputs = case.inputs(B, L, torch.float64)
 
     def step(module: nn.Module, loss: Tensor, scales: bool) -> float:
         scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10, enabled=scales)
@@ -78,18 +76,18 @@ def test_scaled_steps_equal_unscaled_ones_and_overflow_is_left_out(name):
         scaler.update()
         return scaler.get_scale()
 
-    for module, scales in ((ours, True), (plain, False)):
-        out = real(name, case.run(case.function(module), given), given)
-        assert step(module, out.pow(2).sum(), scales) == (2.0**10 if scales else 1.0)
-    assert_close(list(ours.state_dict().values()), list(plain.state_dict().values()), roundings=1e4)
-    before = [p.detach().clone() for p in ours.parameters()]
-    assert step(ours, case.run(case.function(ours), given).sum() * torch.inf, True) == 2.0**9
-    assert all(torch.equal(a, w) for a, w in zip(ours.parameters(), before, strict=True))
+    for each, scales in ((module, True), (plain, False)):
+        out = zero_padding(name, case.run(case.function(each), inputs), inputs)
+        assert step(each, out.pow(2).sum(), scales) == (2.0**10 if scales else 1.0)
+    assert_close(list(module.parameters()), list(plain.parameters()), roundings=1e4)
+    before = [p.detach().clone() for p in module.parameters()]
+    assert step(module, case.run(case.function(module), inputs).sum() * torch.inf, True) == 2.0**9
+    assert all(map(torch.equal, module.parameters(), before))
 
 
-@pytest.mark.parametrize("name", CASES)
+@every_case
 def test_checkpointing_recomputes_the_same_bits(name):
-    """Dropout included; the reentrant form needs an input with a gradient, and ids have none."""
+    """With dropout; the reentrant form needs an input with a gradient, and ids have none."""
     case = CASES[name]
     module, _ = case.pair(dropout=0.5)
     args, kwargs = case.inputs(B, L, torch.float32)
@@ -102,7 +100,7 @@ def test_checkpointing_recomputes_the_same_bits(name):
     torch.manual_seed(3)
     expected = run(*args)
     expected.sum().backward()
-    wanted = [x.grad for x in inputs]
+    expected_gradients = [x.grad for x in inputs]
     for x in inputs:
         x.grad = None
     torch.manual_seed(3)
@@ -110,57 +108,31 @@ def test_checkpointing_recomputes_the_same_bits(name):
     torch.rand(7)
     out.sum().backward()
     assert torch.equal(out, expected)
-    for x, w in zip(inputs, wanted, strict=True):
-        assert (x.grad is None) == (w is None)
-        if w is not None:  # reentrant, what was one tensor in three places is three: other sums
-            assert_close(x.grad, w, roundings=100 if reentrant else 0)
+    for x, gradient in zip(inputs, expected_gradients, strict=True):
+        assert (x.grad is None) == (gradient is None)
+        if gradient is not None:  # reentrant, what was one tensor in three places is three: other sums
+            assert_close(x.grad, gradient, roundings=100 if reentrant else 0)
 
 
-def as_function(case: Subject, module: nn.Module) -> Callable[..., Tensor]:
-    """The module as a function of its parameters; functional_call calls forward only."""
-
-    class Called(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.inner = module
-
-        def forward(self, *args: Any, **kwargs: Any) -> Tensor:
-            return case.run(case.function(self.inner), (args, kwargs))
-
-    called = Called()
-
-    def function(parameters: dict[str, Tensor], *args: Any, **kwargs: Any) -> Tensor:
-        named = {f"inner.{name}": value for name, value in parameters.items()}
-        return functional_call(called, named, args, kwargs)  # type: ignore[no-any-return]
-
-    return function
-
-
-def of_squares(out: Tensor, module: nn.Module) -> tuple[Tensor, ...]:
-    """Gradients of the sum of the squares; a classifier's output layer plays no part in forward."""
-    parameters = list(module.parameters())
-    return torch.autograd.grad(out.pow(2).sum(), parameters, allow_unused=True, materialize_grads=True)
-
-
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", [name for name, case in CASES.items() if case.method == "forward"])
 def test_an_ensemble_by_vmap_equals_each_model(name):
-    """Many models of one form at once, and the gradients of each."""
+    """Outputs and gradients of several models of one form at once."""
     case = CASES[name]
     models = [case.pair(dtype=torch.float64)[0] for _ in range(3)]
-    args, kwargs = case.inputs(B, L, torch.float64)
-    parameters, _ = torch.func.stack_module_state(models)
-    parameters = {key: p.detach() for key, p in parameters.items()}
-    function = as_function(case, models[0])
+    inputs = case.inputs(B, L, torch.float64)
+    stacked = {key: p.detach() for key, p in torch.func.stack_module_state(models)[0].items()}
 
-    def loss(p: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
-        out = function(p, *args, **kwargs)
+    def loss(parameters: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
+        out = case.run(lambda *args, **kwargs: functional_call(models[0], parameters, args, kwargs), inputs)
         return out.pow(2).sum(), out
 
-    found, outs = torch.func.vmap(torch.func.grad(loss, has_aux=True))(parameters)
+    actual, outs = torch.func.vmap(torch.func.grad(loss, has_aux=True))(stacked)
     for i, model in enumerate(models):
-        expected = case.run(case.function(model), (args, kwargs))
-        assert_close(outs[i], expected.detach())
-        assert_close([found[key][i] for key in parameters], of_squares(expected, model))
+        out, parameters = case.run(model, inputs), dict(model.named_parameters())
+        assert_close(outs[i], out.detach())
+        # A classifier's output layer plays no part in forward.
+        expected = torch.autograd.grad(out.pow(2).sum(), parameters.values(), allow_unused=True, materialize_grads=True)
+        assert_close([actual[key][i] for key in parameters], expected)
 
 
 def through_file(module: nn.Module) -> nn.Module:
@@ -177,84 +149,83 @@ COPIES: dict[str, Callable[[nn.Module], nn.Module]] = {
 }
 
 
-@pytest.mark.parametrize(("name", "how"), [(name, [*COPIES][i % 3]) for i, name in enumerate(CASES)])
-def test_copies_compute_the_same_with_parameters_of_their_own(name, how):
-    """Of a module that has run: the same class, values and dropout, parameters of its own, what is tied still tied."""
+@pytest.mark.parametrize(("name", "form"), [(name, [*COPIES][i % 3]) for i, name in enumerate(CASES)])
+def test_copies_compute_the_same_with_parameters_of_their_own(name, form):
+    """Classes, values, dropout and tied parameters are those of the module, which has run before."""
     case = CASES[name]
     module, _ = case.pair(dropout=0.5)
-    given = case.inputs(B, L, torch.float32)
-    case.run(case.function(module), given)
-    other = COPIES[how](module)
-    assert type(other) is type(module)
+    inputs = case.inputs(B, L, torch.float32)
+    case.run(case.function(module), inputs)
+    other = COPIES[form](module)
     assert [type(x) for x in other.modules()] == [type(x) for x in module.modules()]
     assert dict(other.named_parameters()).keys() == dict(module.named_parameters()).keys()
     assert not {id(p) for p in other.parameters()} & {id(p) for p in module.parameters()}
     outs = []
-    for one in (module, other):
+    for each in (module, other):
         torch.manual_seed(1)
-        outs.append(case.run(case.function(one), given))
+        outs.append(case.run(case.function(each), inputs))
     assert torch.equal(*outs)
-    state = {key: value.double() for key, value in other.state_dict().items()}
-    other.load_state_dict(state, assign=True)
+    other.load_state_dict({key: value.double() for key, value in other.state_dict().items()}, assign=True)
     assert dict(other.named_parameters()).keys() == dict(module.named_parameters()).keys()
 
 
 @pytest.mark.parametrize(
-    ("name", "how"), [*((name, "export") for name in PADDED), *((name, "functionalize") for name in PADDED[::3])]
+    ("name", "form"), [*((name, "export") for name in PADDED), *((name, "functionalize") for name in PADDED[::3])]
 )
-def test_programs_compute_what_the_module_does(name, how):
-    """A program made of a module computes what the module does, with other masks too."""
+def test_programs_compute_what_the_module_does_with_other_masks_too(name, form):
     case = CASES[name]
     module = case.pair()[0].eval()
     args, kwargs = case.inputs(B, L, torch.float32)
-    (again, _) = case.inputs(B, L, torch.float32)
+    other_args, _ = case.inputs(B, L, torch.float32)
     masks = {key: x.flip(-1) if key.endswith("padding_mask") else x for key, x in kwargs.items()}
 
-    def called(*given: Tensor) -> Any:
-        return module(*given[: len(args)], **dict(zip(kwargs, given[len(args) :], strict=True)))
+    def call(*tensors: Tensor) -> Any:
+        return module(*tensors[: len(args)], **dict(zip(kwargs, tensors[len(args) :], strict=True)))
 
     with torch.no_grad():
-        if how == "export":
-            found = case.run(torch.export.export(module, args, kwargs).module(), (again, masks))
+        if form == "export":
+            out = case.run(torch.export.export(module, args, kwargs).module(), (other_args, masks))
         else:
-            found = case.run(functionalize(called), ((*again, *masks.values()), {}))
-        assert_close(found, case.run(module, (again, masks)))
+            out = case.run(functionalize(call), ((*other_args, *masks.values()), {}))
+        assert_close(out, case.run(module, (other_args, masks)))
 
 
-@pytest.mark.parametrize("ours", REPLACED.values())
-def test_forward_takes_torchs_arguments_in_torchs_order_and_every_argument_by_position(ours: type[nn.Module]) -> None:
+@pytest.mark.parametrize("cls", REPLACED.values())
+def test_forward_takes_torchs_arguments_in_torchs_order_and_every_argument_by_position(cls: type[nn.Module]) -> None:
     """torch.onnx's exporter of traces passes every argument of a signature by position."""
-    given, expected = (inspect.signature(cls.forward).parameters for cls in (ours, getattr(nn, ours.__name__)))
-    assert [*given][: len(expected)] == [*expected]
-    assert all(given[name].default is its.default for name, its in expected.items())
-    assert {its.kind for its in given.values()} == {inspect.Parameter.POSITIONAL_OR_KEYWORD}
+    parameters, expected = (inspect.signature(x.forward).parameters for x in (cls, getattr(nn, cls.__name__)))
+    assert [*parameters][: len(expected)] == [*expected]
+    assert all(parameters[name].default is parameter.default for name, parameter in expected.items())
+    assert {parameter.kind for parameter in parameters.values()} == {inspect.Parameter.POSITIONAL_OR_KEYWORD}
 
 
 @pytest.mark.parametrize("randomness", ["same", "different"])
 def test_dropout_under_vmap_is_torchs(randomness: str) -> None:
     for length in (100, 20_000):
-        x, found = torch.ones(4, length), []
+        x, outs = torch.ones(4, length), []
         for dropout in (functional.dropout, F.dropout):
             torch.manual_seed(0)
-            found.append(torch.vmap(lambda row, dropout=dropout: dropout(row, 0.5), randomness=randomness)(x))
-        assert torch.equal(*found)
-        assert (found[0][0] == found[0][1]).all() == (randomness == "same")
+            outs.append(torch.vmap(lambda row, dropout=dropout: dropout(row, 0.5), randomness=randomness)(x))
+        assert torch.equal(*outs)
+        assert (outs[0][0] == outs[0][1]).all() == (randomness == "same")
 
 
-class Ops(TorchDispatchMode):
+class RecordedOps(TorchDispatchMode):
+    def __init__(self) -> None:
+        super().__init__()
+        self.ops: list[Any] = []
+
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        self.seen = [*getattr(self, "seen", ()), func]
+        self.ops.append(func)
         return func(*args, **(kwargs or {}))
 
 
 @needs_kernels
 def test_dispatch_modes_and_the_profiler_see_fused_ops(triton_backend: None) -> None:
     x = torch.randn(4, 16)
-    with Ops() as ops:
+    with RecordedOps() as recorded, torch.profiler.profile() as profile:
         functional.layer_norm(x, 16)
-    assert torch.ops.fastformer.layer_norm.default in ops.seen
-    with torch.profiler.profile() as profile:
-        functional.layer_norm(x, 16)
+    assert torch.ops.fastformer.layer_norm.default in recorded.ops
     assert "fastformer::layer_norm" in {event.name for event in profile.events()}
 
 
@@ -272,13 +243,13 @@ def database() -> dict[type, Any]:
 
 
 def results(module: nn.Module, inputs: tuple[Tensor, ...], arguments: dict[str, Tensor | None]) -> list[Tensor]:
-    """Outputs, rows of padding set to 0 where a stack of ours does so, and gradients of inputs and parameters."""
+    """Return outputs, with zeros at padding where fastformer's stacks have them, and gradients of all leaves."""
     out = module(*inputs, **arguments)
     outputs = [x for x in (out if isinstance(out, tuple) else (out,)) if x is not None]
-    of_target = isinstance(module, nn.Transformer)
-    padding = arguments.get("tgt_key_padding_mask" if of_target else "src_key_padding_mask")
+    is_transformer = isinstance(module, nn.Transformer)
+    padding = arguments.get("tgt_key_padding_mask" if is_transformer else "src_key_padding_mask")
     if padding is not None and not isinstance(module, nn.TransformerEncoderLayer):
-        hidden = padding.mT if of_target and padding.dim() == 2 and not module.batch_first else padding
+        hidden = padding.mT if is_transformer and padding.dim() == 2 and not module.batch_first else padding
         if type(module).__module__.startswith("torch."):
             outputs = [x.masked_fill(hidden[..., None], 0.0) for x in outputs]
     return [*outputs, *gradients(outputs, [*(x for x in inputs if x.requires_grad), *module.parameters()])]
@@ -294,9 +265,14 @@ def noise_of(
 
 
 @pytest.mark.filterwarnings("ignore:enable_nested_tensor is True")
-@pytest.mark.parametrize("name", SAMPLED)
-@pytest.mark.parametrize("training", [True, False], ids=["train", "eval"])
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+@pytest.mark.parametrize(
+    ("name", "training", "dtype"),
+    [
+        (name, training, [torch.float64, torch.float32][(i + training) % 2])
+        for i, name in enumerate(SAMPLED)
+        for training in (True, False)
+    ],
+)
 def test_every_sample_of_torchs_database(name, training, dtype):
     info = database()[getattr(nn, name)]
     samples = info.module_inputs_func(info, device="cpu", dtype=dtype, requires_grad=True, training=training)
@@ -304,18 +280,19 @@ def test_every_sample_of_torchs_database(name, training, dtype):
     for sample in samples:
         args, kwargs = sample.constructor_input.args, sample.constructor_input.kwargs
         settings = {"device": "cpu", "dtype": dtype} if name != "TransformerEncoder" else {}
-        torchs = getattr(nn, name)(*args, **{**kwargs, **settings}).train(training)
-        ours = getattr(fastformer, name)(*args, **{**kwargs, **settings}).train(training)
-        assert isinstance(ours, type(torchs))
-        ours.load_state_dict(torchs.state_dict(), strict=True)
+        torchs, module = (
+            getattr(library, name)(*args, **{**kwargs, **settings}).train(training) for library in (nn, fastformer)
+        )
+        assert isinstance(module, type(torchs))
+        module.load_state_dict(torchs.state_dict(), strict=True)
         inputs, arguments = sample.forward_input.args, sample.forward_input.kwargs
-        found, wanted = (results(module, inputs, arguments) for module in (ours, torchs))
+        actual, expected = (results(each, inputs, arguments) for each in (module, torchs))
         noises = cache(lambda: noise_of(torchs, inputs, arguments, dtype))  # noqa: B023
-        for index, (a, w) in enumerate(zip(found, wanted, strict=True)):
+        for index, (a, e) in enumerate(zip(actual, expected, strict=True)):
             try:
-                assert_close(a, w)
+                assert_close(a, e)
             except AssertionError:
                 # The gradient of a norm over four numbers that happen to be alike magnifies roundings, on both sides.
-                assert (a.shape, a.dtype) == (w.shape, w.dtype)
-                error, allowed = (a - w).abs().max(), 2 * DEVIATIONS * noises()[index]
+                assert (a.shape, a.dtype) == (e.shape, e.dtype)
+                error, allowed = (a - e).abs().max(), 2 * DEVIATIONS * noises()[index]
                 assert error <= allowed, f"result {index}: error {error:.3g}, allowed {allowed:.3g}"

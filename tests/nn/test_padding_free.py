@@ -51,6 +51,15 @@ def test_an_encoder_computes_torchs_numbers_on_real_tokens_alone(mask, padding, 
     assert set(tokens_seen) == {int((~hidden).sum())}
 
 
+@pytest.mark.parametrize("kind", STACKS)
+def test_pre_norm_and_post_norm_layers_in_one_stack_compute_torchs_numbers(kind):
+    stack, torchs = twins(kind)
+    stack.layers[0].norm_first = torchs.layers[0].norm_first = True
+    hidden = PADDING["right"][0]
+    masks = {"src_key_padding_mask" if "Encoder" in kind else "tgt_key_padding_mask": hidden}
+    check(stack, torchs, inputs_for(kind), hidden, **masks)
+
+
 @pytest.mark.parametrize("hidden", [left([5, 2, 3], T), PADDING["gaps"][0]], ids=["left", "gaps"])
 def test_causal_padding_on_the_left_is_each_sequence_alone(hidden):
     """torch gives NaN for the rows of padding there, which then reach all gradients."""

@@ -289,7 +289,7 @@ ROWS: dict[str, list[tuple[str, str, str]]] = {
     ],
     "nn/rotary": [
         ("frequencies / self.scaling", "frequencies * self.scaling",
-         "nn/test_options.py::test_a_share_and_a_scale_change_the_tables"),
+         "nn/test_options.py::test_tables_are_those_of_the_paper"),
     ],
     "nn/conversion": [
         ("if converted and not padding_free:", "if not padding_free:", REPORT),

@@ -150,7 +150,7 @@ def test_vocabularies_from_bad_lines(explore: Explore, caplog: pytest.LogCapture
         make: Any = lambda: WordTokenizer.from_lines(lines, lowercase=lowercase, splitting=kind)  # noqa: E731
         if kind not in ("punctuation", "whitespace"):
             size = random.choice((5, 30, 200))
-            make = lambda: train_sentencepiece(lines, size, model_type=kind, lowercase=lowercase, threads=1)  # noqa: E731
+            make = lambda: train_sentencepiece(lines, size, model_type=kind, lowercase=lowercase)  # noqa: E731
         tokenizer = attempt(make, TextError)
         if tokenizer is not None:
             use(tokenizer, random)

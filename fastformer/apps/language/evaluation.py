@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 
 from fastformer.apps.language.model import LanguageModel, language_model_loss
 from fastformer.apps.text import EncodedDocuments, TextCorpus, Tokenizer, encode_lines
-from fastformer.apps.text.language_batches import Pieces, collate_pieces, cut_documents
+from fastformer.apps.text.batches import Pieces, cut_documents
 from fastformer.host.devices import device_of
 
 _EVALUATION_TOKENS = 4096  # in a batch; more did not make it faster on a CPU
@@ -107,5 +107,5 @@ def _total_loss(model: LanguageModel, pieces: Pieces) -> float:
     cuts = np.searchsorted(ends, np.arange(_EVALUATION_TOKENS, ends[-1], _EVALUATION_TOKENS), side="left") + 1
     for indices in np.split(np.arange(len(pieces)), np.unique(cuts)):
         if len(indices):
-            total += float(language_model_loss(model, collate_pieces(pieces, indices).to(device)))
+            total += float(language_model_loss(model, pieces.collate(indices).to(device)))
     return total

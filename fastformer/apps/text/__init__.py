@@ -6,7 +6,15 @@ ids and labels as Sequences ─ LabelledBatches ─ LabelledBatch(ids, labels, l
 """
 
 from .batch import Batch, LabelledBatch, LanguageBatch, Side
-from .batches import Batches, LabelledBatches, SampledBatches, collate, collate_source
+from .batches import (
+    Batches,
+    ColumnBatches,
+    LabelledBatches,
+    LanguageBatches,
+    SampledBatches,
+    collate,
+    collate_source,
+)
 from .corpora import DOCUMENT_KINDS, ParallelCorpus, TextCorpus, read_parallel, read_text, split, split_text
 from .datasets import DATASETS, open_dataset, open_text_dataset, prepare
 from .docstrings import docstring_corpora
@@ -20,7 +28,6 @@ from .encoding import (
     encode_source,
 )
 from .files import TextError, read_lines, write_lines
-from .language_batches import ColumnBatches, LanguageBatches
 from .numbers import english, number_corpus
 from .sentencepiece_tokenizer import SentencePieceTokenizer, train_sentencepiece
 from .tokenizer import SpecialIds, Tokenizer

@@ -68,7 +68,7 @@ class SequenceBatch:
         values = {}
         for side, lengths in zip(self.SIDES, self._lengths(), strict=True):
             values[side.lengths] = lengths[sequences]
-            values |= {name: select(getattr(self, name), lengths, sequences) for name in side.inputs + side.targets}
+            values |= {name: select_ids(getattr(self, name), lengths, sequences) for name in side.inputs + side.targets}
         return replace(self, **values)
 
 
@@ -85,10 +85,7 @@ class Batch(SequenceBatch):
     target_out: Tensor  # tokens + eos
     target_lengths: Tensor  # [B]
 
-    SIDES: ClassVar[tuple[Side, ...]] = (
-        Side("source_lengths", ("source",)),
-        Side("target_lengths", ("target_in",), ("target_out",)),
-    )
+    SIDES = (Side("source_lengths", ("source",)), Side("target_lengths", ("target_in",), ("target_out",)))
 
 
 @dataclass(frozen=True)
@@ -99,7 +96,7 @@ class LanguageBatch(SequenceBatch):
     ids_out: Tensor  # tokens + eos, or the same window
     lengths: Tensor  # [B]
 
-    SIDES: ClassVar[tuple[Side, ...]] = (Side("lengths", ("ids_in",), ("ids_out",)),)
+    SIDES = (Side("lengths", ("ids_in",), ("ids_out",)),)
 
 
 @dataclass(frozen=True)
@@ -113,7 +110,7 @@ class LabelledBatch(SequenceBatch):
     labels: Tensor
     lengths: Tensor  # [B]
 
-    SIDES: ClassVar[tuple[Side, ...]] = (Side("lengths", ("ids",)),)
+    SIDES = (Side("lengths", ("ids",)),)
 
     @property
     def tokens(self) -> int:
@@ -124,7 +121,6 @@ class LabelledBatch(SequenceBatch):
         return int((labels != IGNORED).sum())
 
     def share(self, rank: int, world: int) -> Self | None:
-        """Return the sequences of process `rank` of `world`, in the same form; None if it gets none."""
         if self.labels.shape == self.ids.shape == self.lengths.shape and bool((self.lengths != 1).any()):
             # With as many packed tokens as sequences, labels may belong to either, so the batch is not divided.
             return self if rank == 0 else None
@@ -132,7 +128,7 @@ class LabelledBatch(SequenceBatch):
 
     def _select(self, sequences: slice) -> Self:
         of_rows = len(self.labels) == len(self)
-        labels = self.labels[sequences] if of_rows else select(self.labels, self.lengths, sequences)
+        labels = self.labels[sequences] if of_rows else select_ids(self.labels, self.lengths, sequences)
         return replace(super()._select(sequences), labels=labels)
 
 
@@ -149,7 +145,7 @@ def share_of(lengths: Tensor, rank: int, world: int) -> slice:
     return slice(start, stop)
 
 
-def select(ids: Tensor, lengths: Tensor, sequences: slice) -> Tensor:
+def select_ids(ids: Tensor, lengths: Tensor, sequences: slice) -> Tensor:
     """Return consecutive sequences of ids that are packed `[T]` or padded `[B, L]`, in the same form."""
     if ids.dim() == 2:
         return ids[sequences]

@@ -1,24 +1,31 @@
-"""Collate token ids into batches: only here are special ids added, sequences shifted and padded.
+"""Batches of an epoch: only here are special ids added, sequences shifted and padded.
 
 A pair becomes source = tokens + eos, target_in = bos + tokens, target_out = tokens + eos, in training and, through
 `collate_source`, in inference. The sequences of classifiers are not changed.
+
+Language models read a document as bos + tokens + eos, and each token but bos is predicted exactly once, from the tokens
+before it. A document longer than `context` is cut every `context` predictions: a window begins with the last token that
+the previous one predicted, and has no earlier context. So the number of predictions depends neither on the context nor
+on the batches, and perplexities can be compared.
 
 The order of the data depends on (seed, epoch) only, so a run resumed at batch i of epoch n sees exactly the batches
 that the uninterrupted run would have seen. There is no prefetching, because a batch takes only 0.3 ms.
 """
 
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 from typing import Any, Generic, Literal, TypeVar
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from fastformer.settings import check_value
 
-from .batch import Batch, LabelledBatch, SequenceBatch
+from .batch import Batch, LabelledBatch, LanguageBatch, SequenceBatch
 from .corpora import ParallelCorpus
-from .encoding import EncodedPairs, Ints, Sequences, encode_pairs
+from .encoding import EncodedDocuments, EncodedPairs, Ints, Sequences, encode_pairs, ranges
 from .sentencepiece_tokenizer import seed_sampling, warn_of_salted_sampling
 from .tokenizer import SpecialIds, Tokenizer
 
@@ -37,14 +44,14 @@ class EpochBatches(Generic[B]):
     def plan(self, epoch: int) -> list[Ints]:
         """Return the sequences of each batch of an epoch, as indices; the plan of the last epoch is cached."""
         if self._planned is None or self._planned[0] != epoch:
-            self._planned = epoch, self._plan(np.random.default_rng((self.seed, epoch)))
+            random = np.random.default_rng((self.seed, epoch))
+            order = random.permutation(self._count) if self.shuffle else np.arange(self._count)
+            self._planned = epoch, self._divide(order, random)
         return self._planned[1]
 
-    def _plan(self, random: np.random.Generator) -> list[Ints]:
+    def _divide(self, order: Ints, random: np.random.Generator) -> list[Ints]:
+        """Divide sequences in a random order, or that of the data, into batches."""
         raise NotImplementedError
-
-    def _order(self, random: np.random.Generator) -> Ints:
-        return random.permutation(self._count) if self.shuffle else np.arange(self._count)
 
     def _collate(self, indices: Ints) -> B:
         raise NotImplementedError
@@ -57,6 +64,29 @@ class EpochBatches(Generic[B]):
         """Yield the batches of an epoch, from number `start` on; resumes exactly from (epoch, batches already seen)."""
         for indices in self.plan(epoch)[start:]:
             yield self._collate(indices)
+
+
+def _divide_by_count(order: Ints, count: int) -> list[Ints]:
+    return np.split(order, range(count, len(order), count))
+
+
+def _divide_by_tokens(order: Ints, lengths: NDArray[np.int64], tokens: int, packed: bool = True) -> list[Ints]:
+    """Return batches that hold as many sequences as fit: no side has more than `tokens` positions.
+
+    lengths: int64 `[sides, sequences]`, each from 1 to `tokens`. Positions are tokens, with padding unless `packed`.
+    """
+    lengths = lengths[:, order]
+    cuts: list[int] = []
+    first = 0
+    while True:
+        window = lengths[:, first : first + tokens + 1]  # one sequence more than can fit
+        longest = np.maximum.accumulate(window, axis=1)
+        positions = window.cumsum(1) if packed else longest * np.arange(1, window.shape[1] + 1)
+        fitting = int((positions.max(0) <= tokens).sum())
+        if fitting == window.shape[1]:
+            return np.split(order, np.array(cuts, np.int64))
+        first += fitting
+        cuts.append(first)
 
 
 def _lay_out(ids: Ints, lengths: Ints, pad_id: int, packed: bool) -> Tensor:
@@ -87,20 +117,6 @@ def collate_source(
         sequences = Sequences.from_lists(sequences)
     ids, lengths = sequences.with_special(last=special_ids.eos_id)
     return _lay_out(ids, lengths, special_ids.pad_id, packed), torch.from_numpy(lengths)
-
-
-def cuts_by_tokens(lengths: Ints, tokens: int) -> list[int]:
-    """Return where batches begin, except the first, if each holds as many sequences as fit.
-
-    lengths: `[sides, sequences]`. No side of a batch has more than `tokens` tokens.
-    """
-    ends = list(np.cumsum(lengths, axis=1))
-    cuts: list[int] = []
-    cut = min(int(side.searchsorted(tokens, "right")) for side in ends)  # the first sequence that does not fit
-    while cut < lengths.shape[1]:
-        cuts.append(cut)
-        cut = min(int(side.searchsorted(side[cut - 1] + tokens, "right")) for side in ends)
-    return cuts
 
 
 class Batches(EpochBatches[Batch]):
@@ -140,49 +156,32 @@ class Batches(EpochBatches[Batch]):
         check_value("sentences", sentences, int | None, at_least=1)
         check_value("tokens", tokens, int | None, at_least=1)
         self.pairs, self.sentences, self.tokens, self.bucket, self.packed = pairs, sentences, tokens, bucket, packed
-        self._source, self._target = pairs.source.lengths + 1, pairs.target.lengths + 1
-        longest = np.maximum(self._source, self._target)
-        self.longest = int(longest.max())  # tokens of the longest sentence of either side, special ids counted
-        if tokens is not None and self.longest > tokens:
+        self._lengths = np.stack([pairs.source.lengths, pairs.target.lengths]) + 1  # [2, pairs]
+        longest = self._lengths.max(0)
+        if tokens is not None and longest.max() > tokens:
             raise ValueError(
-                f"tokens={tokens} is less than sentence pair {longest.argmax() + 1}, which has {self.longest} tokens "
+                f"tokens={tokens} is less than sentence pair {longest.argmax() + 1}, which has {longest.max()} tokens "
                 "with eos: raise tokens, or lower max_length"
             )
 
-    def _plan(self, random: np.random.Generator) -> list[Ints]:
-        order = self._order(random)
+    def _divide(self, order: Ints, random: np.random.Generator) -> list[Ints]:
         if self.bucket:  # lexsort is stable: pairs of equal length stay in the order above
-            order = order[np.lexsort((self._source[order], self._target[order]))]
-        batches = np.split(order, np.array(self._cuts(order), np.int64))
+            order = order[np.lexsort(self._lengths[:, order])]
+        if self.tokens is None:
+            batches = _divide_by_count(order, self.sentences or 1)
+        else:
+            batches = _divide_by_tokens(order, self._lengths, self.tokens, self.packed)
         if self.shuffle and self.bucket:
             batches = [batches[i] for i in random.permutation(len(batches))]
         return batches
-
-    def _cuts(self, order: Ints) -> Sequence[int]:
-        if self.tokens is None:
-            return range(self.sentences or 1, len(order), self.sentences or 1)
-        if self.packed:
-            return cuts_by_tokens(np.stack([self._source[order], self._target[order]]), self.tokens)
-        cuts: list[int] = []
-        start = longest = 0
-        for i, length in enumerate(np.maximum(self._source, self._target)[order].tolist()):
-            longest = max(longest, length)
-            if (i + 1 - start) * longest > self.tokens:
-                cuts.append(i)
-                start, longest = i, length
-        return cuts
 
     def _collate(self, indices: Ints) -> Batch:
         return collate(self.pairs.take(indices), self.packed)
 
     def padding_share(self, epoch: int = 0) -> float:
         """Return the share of padding in the positions of an epoch's padded batches, both sides (packed: saved)."""
-        positions = sum(
-            len(batch) * int(lengths[batch].max())
-            for batch in self.plan(epoch)
-            for lengths in (self._source, self._target)
-        )
-        return 1 - int(self._source.sum() + self._target.sum()) / positions
+        positions = sum(len(batch) * int(self._lengths[:, batch].max(1).sum()) for batch in self.plan(epoch))
+        return 1 - int(self._lengths.sum()) / positions
 
 
 class SampledBatches(EpochBatches[Batch]):
@@ -209,8 +208,8 @@ class SampledBatches(EpochBatches[Batch]):
     ) -> None:
         super().__init__(len(corpus), options.get("seed", 0))
         warn_of_salted_sampling()
-        self.longest = min(max_length, options.get("tokens") or max_length)
-        self._encoding = corpus, source_tokenizer, target_tokenizer, self.longest, too_long, sampling
+        longest = min(max_length, options.get("tokens") or max_length)
+        self._encoding = corpus, source_tokenizer, target_tokenizer, longest, too_long, sampling
         self._options = options
         self._drawn = self._draw(0)
 
@@ -228,6 +227,108 @@ class SampledBatches(EpochBatches[Batch]):
 
     def epoch(self, epoch: int, start: int = 0) -> Iterator[Batch]:
         return self._batches(epoch).epoch(epoch, start)
+
+
+@dataclass(frozen=True)
+class Pieces:
+    """Windows of a stream: piece i reads ``stream[starts[i] : starts[i] + lengths[i]]`` and predicts it one id later.
+
+    `stream` int32 [total], bos + tokens + eos of every document; `starts` and `lengths` int64 [pieces].
+    """
+
+    stream: NDArray[np.int32]
+    starts: Ints
+    lengths: Ints
+
+    def __len__(self) -> int:
+        return len(self.starts)
+
+    def take(self, indices: Ints) -> "Pieces":
+        """Return the pieces at `indices`, in that order."""
+        return replace(self, starts=self.starts[indices], lengths=self.lengths[indices])
+
+    @property
+    def predictions(self) -> int:
+        """Number of predictions: each token of the stream but the first of a document, once."""
+        return int(self.lengths.sum())
+
+    def collate(self, indices: Ints) -> LanguageBatch:
+        """Return one batch of the pieces at `indices`, in that order."""
+        lengths = self.lengths[indices]
+        positions, _ = ranges(self.starts[indices], lengths)  # [T]
+        ids_in, ids_out = (torch.from_numpy(self.stream[i].astype(np.int64)) for i in (positions, positions + 1))
+        return LanguageBatch(ids_in, ids_out, torch.from_numpy(lengths))
+
+
+def cut_documents(documents: EncodedDocuments, context: int, first_id: int | None = None) -> Pieces:
+    """Put bos and eos around every document and cut it into pieces of at most `context` predictions, in order.
+
+    first_id: an id in place of bos, such as eos, which stands before the first line of a stream. Raises ``ValueError``
+    if `context` is below 1.
+    """
+    check_value("context", context, int, at_least=1)
+    special = documents.special_ids
+    first_id = special.bos_id if first_id is None else first_id
+    stream, lengths = documents.documents.with_special(first=first_id, last=special.eos_id)
+    predictions = lengths - 1
+    counts = -(-predictions // context)  # pieces of each document
+    begins = context * ranges(np.zeros_like(counts), counts)[0]  # of each piece in its document
+    starts = np.repeat(np.cumsum(lengths) - lengths, counts) + begins
+    return Pieces(stream.astype(np.int32), starts, np.minimum(context, np.repeat(predictions, counts) - begins))
+
+
+class LanguageBatches(EpochBatches[LanguageBatch]):
+    """The batches of each epoch: at most `tokens` tokens each, of pieces that predict at most `context` tokens.
+
+    The pieces are in random order, or with ``shuffle=False`` in the order of the documents, for validation.
+
+    Raises ``ValueError`` if `context` is below 1, `tokens` is less than `context`, or there are no documents.
+    """
+
+    def __init__(
+        self, documents: EncodedDocuments, *, context: int, tokens: int, seed: int = 0, shuffle: bool = True
+    ) -> None:
+        self.pieces = cut_documents(documents, context)
+        super().__init__(len(self.pieces), seed, shuffle)
+        if tokens < context:
+            raise ValueError(f"tokens={tokens} is less than context={context}: a batch must hold at least one piece")
+        self.context, self.tokens = context, tokens
+
+    def _divide(self, order: Ints, random: np.random.Generator) -> list[Ints]:
+        return _divide_by_tokens(order, self.pieces.lengths[None], self.tokens)
+
+    def _collate(self, indices: Ints) -> LanguageBatch:
+        return self.pieces.collate(indices)
+
+
+class ColumnBatches(EpochBatches[LanguageBatch]):
+    """The batches of a stream of N tokens in columns, as in PyTorch's tutorials; they are the same in each epoch.
+
+    The tokens become `columns` columns of L = N // columns; the last N % columns tokens are left out. A batch is a
+    window of `context` rows (bptt) of all columns, and predicts for each token the one below it. So L - 1 tokens of
+    each column are predicted an epoch, and the last window is short.
+
+    Raises ``ValueError`` if `columns` or `context` is below 1, or a column would have fewer than two tokens.
+    """
+
+    def __init__(self, documents: EncodedDocuments, *, columns: int, context: int) -> None:
+        check_value("columns", columns, int, at_least=1)
+        check_value("context", context, int, at_least=1)
+        stream = documents.documents.with_special(last=documents.special_ids.eos_id)[0].astype(np.int32)
+        rows = len(stream) // columns
+        if rows < 2:
+            raise ValueError(f"columns={columns} is too many for {len(stream):,} tokens: each column needs two")
+        super().__init__(rows - 1, shuffle=False)
+        self.table = stream[: rows * columns].reshape(columns, rows)  # [columns, L]
+        self.context = context
+
+    def _divide(self, order: Ints, random: np.random.Generator) -> list[Ints]:
+        return _divide_by_count(order, self.context)
+
+    def _collate(self, rows: Ints) -> LanguageBatch:
+        windows = (self.table[:, i : i + len(rows)] for i in (rows[0], rows[0] + 1))
+        ids_in, ids_out = (torch.from_numpy(window.astype(np.int64).reshape(-1)) for window in windows)
+        return LanguageBatch(ids_in, ids_out, torch.from_numpy(np.full(len(self.table), len(rows))))
 
 
 class LabelledBatches(EpochBatches[LabelledBatch]):
@@ -253,8 +354,8 @@ class LabelledBatches(EpochBatches[LabelledBatch]):
             raise ValueError(f"labels must be integers [N] or Sequences, not {labels.dtype} {list(labels.shape)}")
         self.sequences, self.labels, self.size = sequences, labels, size
 
-    def _plan(self, random: np.random.Generator) -> list[Ints]:
-        return np.split(self._order(random), range(self.size, self._count, self.size))
+    def _divide(self, order: Ints, random: np.random.Generator) -> list[Ints]:
+        return _divide_by_count(order, self.size)
 
     def _collate(self, indices: Ints) -> LabelledBatch:
         chosen = self.sequences.take(indices)

@@ -7,8 +7,7 @@ sequences are counted.
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import partial
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -58,15 +57,11 @@ class Sequences:
     def take(self, indices: Ints) -> "Sequences":
         """Return the sequences at `indices`, in that order."""
         starts = self.offsets[indices]
-        return self._gather(starts, self.offsets[indices + 1] - starts)
+        return _gather(self.ids, starts, self.offsets[indices + 1] - starts)
 
     def cut(self, length: int) -> "Sequences":
         """Return the first `length` ids of each sequence."""
-        return self._gather(self.offsets[:-1], np.minimum(self.lengths, length))
-
-    def _gather(self, starts: Ints, lengths: Ints) -> "Sequences":
-        positions, offsets = ranges(starts, lengths)
-        return Sequences(self.ids[positions], offsets)
+        return _gather(self.ids, self.offsets[:-1], np.minimum(self.lengths, length))
 
     def with_special(self, first: int | None = None, last: int | None = None) -> tuple[Ints, Ints]:
         """Return all sequences, each with an id before or after it: ids int64 [total + count], lengths [count]."""
@@ -90,6 +85,11 @@ def ranges(starts: Ints, lengths: Ints) -> tuple[Ints, Ints]:
     """Return starts[i] to starts[i] + lengths[i] - 1 for each i, one after another, and offsets as of `Sequences`."""
     offsets = _offsets(lengths)
     return np.arange(offsets[-1]) + np.repeat(starts - offsets[:-1], lengths), offsets
+
+
+def _gather(ids: NDArray[Any], starts: Ints, lengths: Ints) -> Sequences:
+    positions, offsets = ranges(starts, lengths)
+    return Sequences(ids[positions].astype(np.int32, copy=False), offsets)
 
 
 @dataclass(frozen=True)
@@ -127,13 +127,17 @@ def encode_pairs(
     too_long: Literal["drop", "truncate"] = "drop",
     sampling: float | None = None,
 ) -> EncodedPairs:
-    """Encode a corpus. `max_length` limits the input of the model, tokens + eos, on each side.
+    """Encode a corpus.
 
-    With `sampling`, pieces are drawn at random: alpha of `SentencePieceTokenizer.sample_batch`.
+    Pairs with an empty side are dropped and counted.
 
-    A pair with a longer side is dropped, or both sides are cut to ``max_length - 1`` tokens, to which eos is added. A
-    pair with an empty side is dropped. Both are counted. Raises ``ValueError`` for wrong arguments and if no pair is
-    left.
+    Args:
+        corpus, source_tokenizer, target_tokenizer: the pairs, and the tokenizer of each side.
+        max_length: most tokens of a side, with the eos that `collate` adds.
+        too_long: drop longer pairs, or truncate both sides to ``max_length - 1`` tokens; both are counted.
+        sampling: draw pieces at random, with this alpha of `SentencePieceTokenizer.sample_batch`.
+
+    Raises ``ValueError`` for wrong arguments and if no pair is left.
     """
     check_value("too_long", too_long, str, choices=("drop", "truncate"))
     check_value("max_length", max_length, int, at_least=2)  # a token and eos
@@ -185,14 +189,14 @@ def encode_lines(documents: Sequence[Sequence[str]], tokenizer: Tokenizer) -> En
     """
     lines = _encode([line for document in documents for line in document], tokenizer)
     ids, lengths = lines.with_special(last=tokenizer.eos_id)
-    ends = np.cumsum(np.fromiter(map(len, documents), np.int64, len(documents)))  # lines up to each document's end
-    ends = _offsets(lengths)[ends]  # tokens up to there
-    sizes = np.diff(ends, prepend=0) - 1  # the last eos belongs to the document
-    sequences = Sequences(np.delete(ids, ends - 1).astype(np.int32), _offsets(sizes))
-    indices = np.flatnonzero(sizes)
+    line_counts = np.fromiter(map(len, documents), np.int64, len(documents))
+    bounds = _offsets(lengths)[_offsets(line_counts)]  # the begin of each document in `ids`, and the end of all
+    sizes = np.diff(bounds) - 1  # the last eos belongs to the document
+    indices = np.flatnonzero(sizes > 0)
     if len(indices) == 0:
         raise ValueError(f"none of the {len(sizes):,} documents has a token")
-    return EncodedDocuments(sequences.take(indices), tokenizer.special_ids, len(sizes) - len(indices))
+    sequences = _gather(ids, bounds[indices], sizes[indices])
+    return EncodedDocuments(sequences, tokenizer.special_ids, len(sizes) - len(indices))
 
 
 def encode_source(lines: Sequence[str], tokenizer: Tokenizer, max_length: int) -> tuple[Sequences, int]:
@@ -206,8 +210,10 @@ def encode_source(lines: Sequence[str], tokenizer: Tokenizer, max_length: int) -
 
 
 def _encode(lines: Sequence[str], tokenizer: Tokenizer, sampling: float | None = None) -> Sequences:
-    encode = tokenizer.encode_batch if sampling is None else partial(tokenizer.sample_batch, alpha=sampling)
-    starts = range(0, max(len(lines), 1), _CHUNK)
-    chunks = [Sequences.from_lists(encode(lines[start : start + _CHUNK])) for start in starts]
+    chunks = []
+    for start in range(0, max(len(lines), 1), _CHUNK):
+        chunk = lines[start : start + _CHUNK]
+        ids = tokenizer.encode_batch(chunk) if sampling is None else tokenizer.sample_batch(chunk, sampling)
+        chunks.append(Sequences.from_lists(ids))
     lengths = np.concatenate([chunk.lengths for chunk in chunks])
     return Sequences(np.concatenate([chunk.ids for chunk in chunks]), _offsets(lengths))

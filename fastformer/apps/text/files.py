@@ -119,12 +119,23 @@ def encode_text(text: str, name: str) -> bytes:
         ) from None
 
 
-def read_json(path: Path) -> Any:
-    """Return the content of a JSON file; raises ``TextError`` if it is not JSON, or nested deeper than Python reads."""
+def read_file(path: Path) -> bytes:
+    """Return the content of a file; raises ``FileNotFoundError`` if there is none."""
     try:
-        return json.loads(path.read_bytes())
+        return path.read_bytes()
+    except FileNotFoundError:
+        raise FileNotFoundError(f"{path}: no such file") from None
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """Return the object in a JSON file; raises ``TextError`` if it has none, or is nested deeper than Python reads."""
+    try:
+        content = json.loads(read_file(path))
     except (ValueError, RecursionError) as error:
         raise TextError(f"{path}: not a JSON file ({error})") from None
+    if not isinstance(content, dict):
+        raise TextError(f"{path}: damaged; it must hold a JSON object, not {type(content).__name__}")
+    return content
 
 
 def write_lines(path: str | Path, lines: Iterable[str]) -> None:

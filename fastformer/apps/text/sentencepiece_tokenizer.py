@@ -1,23 +1,36 @@
-"""`SentencePieceTokenizer`, and its training in memory on exactly the given lines.
+"""`SentencePieceTokenizer`, and its training in memory on exactly the given lines; `MarianTokenizer`.
 
 So validation text cannot be included through a folder or a concatenated file. Training reads every line, and the number
-of threads is an argument, so the same lines give the same model.
+of threads is constant, so the same lines give the same model.
 """
 
 import io
+import json
 import logging
 import re
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Any, Literal, Self, get_args
 
 import numpy as np
 import sentencepiece
 
 from fastformer.settings import check_value
 
-from .files import TextError, check_texts, encode_text
-from .tokenizer import BOS, EOS, MODEL_FILE, PAD, TOKENIZER_FILE, UNK, SpecialIds, Tokenizer, read_stored
+from .files import TextError, check_texts, encode_text, read_file, read_json
+from .tokenizer import (
+    BOS,
+    EOS,
+    MODEL_FILE,
+    PAD,
+    PIECES_FILE,
+    TOKENIZER_FILE,
+    UNK,
+    SpecialIds,
+    Tokenizer,
+    json_bytes,
+    read_stored,
+)
 
 ModelType = Literal["unigram", "bpe", "char", "word"]
 # Training of unigram models is quadratic in a line, 18 s of CPU for 200,000 characters, so long lines are divided; no
@@ -26,10 +39,13 @@ _LONG_WORD = re.compile(r"\S{1000}(?=\S)")
 _LINE_SEGMENT = re.compile(r".{1,4000}(?=\s|\Z)", re.DOTALL)
 _SILENT = 2  # sentencepiece's minloglevel: errors only, and those arrive as exceptions
 
+_LANGUAGE_CODE = re.compile(r">>.*?<<|", re.DOTALL)
+_MARIAN_SYMBOLS = ("<unk>", "<pad>", "</s>")
+
 logger = logging.getLogger("fastformer")
 
 
-def open_model(model: bytes) -> sentencepiece.SentencePieceProcessor:
+def _open_model(model: bytes) -> sentencepiece.SentencePieceProcessor:
     """Open a serialised sentencepiece model; raises ``TextError`` if it is not one."""
     try:
         if model:
@@ -49,7 +65,7 @@ class SentencePieceTokenizer(Tokenizer):
 
     def __init__(self, model: bytes, lowercase: bool = False) -> None:
         self.model = model
-        self._processor = processor = open_model(model)
+        self._processor = processor = _open_model(model)
         try:
             special_ids = SpecialIds(processor.unk_id(), processor.pad_id(), processor.bos_id(), processor.eos_id())
         except ValueError as error:
@@ -60,9 +76,9 @@ class SentencePieceTokenizer(Tokenizer):
     def size(self) -> int:
         return int(self._processor.get_piece_size())
 
-    def _encode(self, lines: Sequence[str]) -> list[list[int]]:
+    def _encode(self, lines: list[str]) -> list[list[int]]:
         """Return the ids of every line, by sentencepiece's threads; `<pad>` and the like are plain characters."""
-        ids: list[list[int]] = self._processor.encode(list(lines))
+        ids: list[list[int]] = self._processor.encode(lines)
         return ids
 
     def sample_batch(self, lines: Sequence[str], alpha: float) -> list[list[int]]:
@@ -72,7 +88,7 @@ class SentencePieceTokenizer(Tokenizer):
         draws are the more uniform, the smaller it is.
         """
         ids: list[list[int]] = self._processor.encode(
-            list(self._prepared(lines)), enable_sampling=True, nbest_size=-1, alpha=alpha, num_threads=1
+            self._prepared(lines), enable_sampling=True, nbest_size=-1, alpha=alpha, num_threads=1
         )
         return ids
 
@@ -89,7 +105,7 @@ class SentencePieceTokenizer(Tokenizer):
         return settings, {MODEL_FILE: self.model}
 
     @classmethod
-    def load(cls, folder: Path, content: Any) -> "SentencePieceTokenizer":
+    def load(cls, folder: Path, content: dict[str, Any]) -> Self:
         tokenizer = cls(read_stored(folder, MODEL_FILE, content), content["lowercase"])
         if tokenizer.special_ids != SpecialIds(**content["special_ids"]):
             raise TextError(f"{MODEL_FILE}: its special ids {tokenizer.special_ids} are not those of {TOKENIZER_FILE}")
@@ -120,7 +136,6 @@ def train_sentencepiece(
     character_coverage: float = 1.0,
     special_ids: SpecialIds | None = None,
     lowercase: bool = False,
-    threads: int = 2,
     symbols: Sequence[str] = (),
 ) -> SentencePieceTokenizer:
     """Train sentencepiece in memory on the given lines: the training split only, or both sides for a joint vocabulary.
@@ -146,7 +161,7 @@ def train_sentencepiece(
     options = {
         "model_type": model_type,
         "character_coverage": character_coverage,
-        "num_threads": threads,
+        "num_threads": 2,
         "max_sentence_length": max(4192, longest + 1),  # sentencepiece silently skips lines beyond its default
         "minloglevel": _SILENT,
         "user_defined_symbols": [symbol.lower() if lowercase else symbol for symbol in symbols],
@@ -180,3 +195,84 @@ def _train(texts: Sequence[str], vocabulary_size: int, options: dict[str, Any]) 
             ) from None
         raise TextError(f"sentencepiece cannot be trained on these lines: {error}") from error
     return model.getvalue()
+
+
+class MarianTokenizer(Tokenizer):
+    """The tokenizer of one side of Marian's models as transformers stores them; see `read_marian`.
+
+    A sentencepiece model splits text into pieces, whose ids are of a list that both sides may share. The decoder begins
+    with padding, so `bos_id` is `pad_id`. A language code such as `>>fra<<` at the beginning of a text is one token.
+
+    Args:
+        model: serialised sentencepiece model.
+        words: every piece, by id.
+
+    Raises:
+        TextError: `model` is no sentencepiece model, the pieces are no texts, or a special token is missing.
+    """
+
+    kind = "marian"
+
+    def __init__(self, model: bytes, words: Sequence[str]) -> None:
+        self._processor = _open_model(model)
+        if not isinstance(words, list) or not all(isinstance(word, str) for word in words):
+            raise TextError("the vocabulary must be a list of pieces")
+        encode_text("".join(words), "the vocabulary")
+        self.model, self.words = model, words
+        self._ids = {word: i for i, word in enumerate(words)}
+        if missing := [word for word in _MARIAN_SYMBOLS if word not in self._ids]:
+            raise TextError(f"the vocabulary has no {', '.join(missing)}")
+        unk, pad, eos = (self._ids[word] for word in _MARIAN_SYMBOLS)
+        super().__init__(SpecialIds(unk, pad, pad, eos))
+
+    @property
+    def size(self) -> int:
+        return len(self.words)
+
+    def _encode(self, lines: list[str]) -> list[list[int]]:
+        codes = [_LANGUAGE_CODE.match(line)[0] for line in lines]  # type: ignore[index]
+        texts = [line.removeprefix(code) for code, line in zip(codes, lines, strict=True)]
+        return [
+            [self._ids.get(piece, self.unk_id) for piece in ([code, *pieces] if code else pieces)]
+            for code, pieces in zip(codes, self._processor.encode(texts, out_type=str), strict=True)
+        ]
+
+    def decode(self, ids: Iterable[int]) -> str:
+        """Return the detokenised text; padding and eos are dropped, unk shows as U+2047 between spaces."""
+        text: str = self._processor.decode(self.pieces(self.special_ids.drop(ids)))
+        return text.replace("\u2581", " ").strip()  # sentencepiece leaves U+2581 in pieces of the other side
+
+    def pieces(self, ids: Iterable[int]) -> list[str]:
+        return [self.words[int(i)] for i in ids]
+
+    def _stored(self) -> tuple[dict[str, Any], dict[str, bytes]]:
+        return {"size": self.size}, {MODEL_FILE: self.model, PIECES_FILE: json_bytes(self.words)}
+
+    @classmethod
+    def load(cls, folder: Path, content: dict[str, Any]) -> Self:
+        model, words = (read_stored(folder, name, content) for name in (MODEL_FILE, PIECES_FILE))
+        return cls(model, json.loads(words))
+
+
+def read_marian(folder: Path | str) -> tuple[MarianTokenizer, MarianTokenizer]:
+    """Read the source and target tokenizers from a folder that transformers' `MarianTokenizer` wrote.
+
+    Raises ``FileNotFoundError`` if a file is missing, and ``TextError`` if one is damaged or of another format.
+    """
+    folder = Path(folder)
+    models = [folder / name for name in ("source.spm", "target.spm")]
+    contents = [read_file(path) for path in models]
+    settings = folder / "tokenizer_config.json"
+    separate = settings.is_file() and read_json(settings).get("separate_vocabs", False)
+    vocabularies = [folder / "vocab.json", folder / ("target_vocab.json" if separate else "vocab.json")]
+    tokenizers = []
+    for model, content, vocabulary in zip(models, contents, vocabularies, strict=True):
+        ids = read_json(vocabulary)
+        if sorted(ids.values(), key=repr) != sorted(range(len(ids)), key=repr):
+            raise TextError(f"{vocabulary}: not a vocabulary: the pieces' ids must be 0 to N - 1, each once")
+        try:
+            tokenizers.append(MarianTokenizer(content, sorted(ids, key=ids.__getitem__)))
+        except TextError as error:
+            raise TextError(f"{model}, {vocabulary}: {error}") from None
+    source, target = tokenizers
+    return source, target

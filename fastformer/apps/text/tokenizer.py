@@ -5,12 +5,12 @@ import json
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Self
 
 from fastformer.apps.system.files import write_file
 from fastformer.settings import check_value
 
-from .files import TextError, check_texts
+from .files import TextError, check_texts, read_file
 
 UNK, PAD, BOS, EOS = "<unk>", "<pad>", "<bos>", "<eos>"
 TOKENIZER_FILE, MODEL_FILE, PIECES_FILE = "tokenizer.json", "sentencepiece.model", "vocabulary.json"
@@ -39,7 +39,7 @@ class SpecialIds:
             values = ", ".join(f"{name}={value!r}" for name, value in ids.items())
             raise ValueError(f"special ids must be four distinct integers >= 0, got {values}")
 
-    def distinct(self) -> "SpecialIds":
+    def distinct(self) -> Self:
         """Return the ids for a vocabulary to be learned; raises ``ValueError`` if `pad_id` equals `bos_id`."""
         self._check(4)
         return self
@@ -86,11 +86,11 @@ class Tokenizer:
         """Return ids of pieces drawn at random; see `SentencePieceTokenizer.sample_batch`."""
         raise ValueError(f"sampling needs a SentencePieceTokenizer, not {type(self).__name__}")
 
-    def _prepared(self, lines: Sequence[str]) -> Sequence[str]:
+    def _prepared(self, lines: Sequence[str]) -> list[str]:
         check_texts("lines", lines)
-        return [line.lower() for line in lines] if self.lowercase else lines
+        return [line.lower() for line in lines] if self.lowercase else list(lines)
 
-    def _encode(self, lines: Sequence[str]) -> list[list[int]]:
+    def _encode(self, lines: list[str]) -> list[list[int]]:
         raise NotImplementedError
 
     def decode(self, ids: Iterable[int]) -> str:
@@ -116,19 +116,17 @@ class Tokenizer:
         raise NotImplementedError
 
     @classmethod
-    def load(cls, folder: Path, content: Any) -> "Tokenizer":
+    def load(cls, folder: Path, content: dict[str, Any]) -> Self:
         """Load a tokenizer that `save` wrote; `content` is that of tokenizer.json."""
         raise NotImplementedError
 
 
-def read_stored(folder: Path, name: str, content: Any) -> bytes:
+def read_stored(folder: Path, name: str, content: dict[str, Any]) -> bytes:
     """Return the content of a tokenizer's file.
 
     Raises ``FileNotFoundError``, and ``TextError`` if its checksum is not that of `content`, from tokenizer.json.
     """
-    if not (folder / name).is_file():
-        raise FileNotFoundError(f"{folder / name}: no such file; the tokenizer is incomplete")
-    data = (folder / name).read_bytes()
+    data = read_file(folder / name)
     if hashlib.sha256(data).hexdigest() != content[_CHECKSUMS[name]]:
         raise TextError(f"{name} is damaged, or not the file that {TOKENIZER_FILE} was written with")
     return data

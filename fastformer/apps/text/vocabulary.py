@@ -5,44 +5,40 @@ from pathlib import Path
 from typing import Any
 
 from .files import TextError, read_json
-from .marian_tokenizer import MarianTokenizer
-from .sentencepiece_tokenizer import SentencePieceTokenizer, train_sentencepiece
+from .sentencepiece_tokenizer import MarianTokenizer, SentencePieceTokenizer, train_sentencepiece
 from .tokenizer import BOS, EOS, PAD, TOKENIZER_FILE, UNK, SpecialIds, Tokenizer
 from .word_tokenizer import WordTokenizer
 
-_KINDS = {kind.kind: kind for kind in (SentencePieceTokenizer, WordTokenizer, MarianTokenizer)}
+_KINDS: dict[str, type[Tokenizer]] = {
+    kind.kind: kind for kind in (SentencePieceTokenizer, WordTokenizer, MarianTokenizer)
+}
 
 
 def learn_tokenizer(
     lines: Iterable[str], settings: Any, special_ids: SpecialIds | None = None, pieces: int = 8000
 ) -> Tokenizer:
-    """Learn the tokenizer that the settings of a run's data describe.
+    """Learn the tokenizer that the settings of a run's data describe, from the training text only.
 
-    Args:
-        lines: the training text only.
-        settings: `tokenizer` ("words" or a type of sentencepiece's models), `vocabulary`, `lowercase`; `splitting` and
-            `minimum_frequency` of words, `character_coverage` and, of translation, `symbols` of pieces.
-        special_ids: None: the default ids.
-        pieces: size of sentencepiece's vocabulary if the settings have none.
-
-    Raises the errors of `train_sentencepiece` and `WordTokenizer.from_lines`.
+    pieces: size of sentencepiece's vocabulary if the settings have none. Raises the errors of `train_sentencepiece` and
+    `WordTokenizer.from_lines`.
     """
-    common = {"lowercase": settings.lowercase, "special_ids": special_ids}
     if settings.tokenizer == "words":
         return WordTokenizer.from_lines(
             lines,
             minimum_frequency=settings.minimum_frequency,
             maximum_size=settings.vocabulary,
+            lowercase=settings.lowercase,
             splitting=settings.splitting,
-            **common,
+            special_ids=special_ids,
         )
     return train_sentencepiece(
         lines,
         settings.vocabulary or pieces,
         model_type=settings.tokenizer,
         character_coverage=settings.character_coverage,
+        special_ids=special_ids,
+        lowercase=settings.lowercase,
         symbols=split_symbols(getattr(settings, "symbols", None)),
-        **common,
     )
 
 
@@ -67,14 +63,11 @@ def load_tokenizer(folder: str | Path) -> Tokenizer:
     Raises ``FileNotFoundError`` if a file is missing and ``TextError`` if one is damaged, naming the file.
     """
     path = Path(folder) / TOKENIZER_FILE
-    if not path.is_file():
-        raise FileNotFoundError(f"{path}: no such file; the folder holds no tokenizer")
     content = read_json(path)
     try:
         if content["kind"] not in _KINDS:
             raise TextError(f"unknown kind {content['kind']!r}; known are {', '.join(_KINDS)}")
-        tokenizer: Tokenizer = _KINDS[content["kind"]].load(path.parent, content)
-        return tokenizer
+        return _KINDS[content["kind"]].load(path.parent, content)
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         reason = error if isinstance(error, ValueError) else repr(error)
         raise TextError(f"{path}: not a tokenizer file, or damaged ({reason})") from error

@@ -11,7 +11,7 @@ import unicodedata
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Any, Literal, Self, get_args
 
 from fastformer.settings import check_value
 
@@ -27,13 +27,13 @@ _NO_SPACE_BEFORE = frozenset(".,!?;:)]}%…”»’")
 _NO_SPACE_AFTER = frozenset("([{“„«¿¡$£")
 
 
-def split_words(text: str) -> list[str]:
-    """Split a sentence into words, numbers and single punctuation marks, after NFC normalisation.
+def split_words(text: str, splitting: Splitting = "punctuation") -> list[str]:
+    """Split a sentence at white space, or into words, numbers and single punctuation marks, after NFC normalisation.
 
     >>> split_words("L'homme (45 ans) dit: «oui», don't you?")
     ["L'", 'homme', '(', '45', 'ans', ')', 'dit', ':', '«', 'oui', '»', ',', "don'", 't', 'you', '?']
     """
-    return _WORD.findall(unicodedata.normalize("NFC", text))
+    return text.split() if splitting == "whitespace" else _WORD.findall(unicodedata.normalize("NFC", text))
 
 
 def join_words(words: Sequence[str]) -> str:
@@ -90,7 +90,7 @@ class WordTokenizer(Tokenizer):
         lowercase: bool = False,
         splitting: Splitting = "punctuation",
         special_ids: SpecialIds | None = None,
-    ) -> "WordTokenizer":
+    ) -> Self:
         """Build the table of the words in `lines`, the most frequent first (ties in alphabetical order).
 
         `maximum_size` includes the four special symbols. Raises ``ValueError`` for a frequency < 1 or a size <= 4,
@@ -102,7 +102,7 @@ class WordTokenizer(Tokenizer):
         special_ids = (special_ids or SpecialIds()).distinct()
         names = special_ids.names()
         texts = (line.lower() if lowercase else line for line in lines)
-        counts = Counter(word for text in texts for word in _split(text, splitting))
+        counts = Counter(word for text in texts for word in split_words(text, splitting))
         ranked = sorted(counts.items(), key=lambda item: (-item[1], item[0]))
         words = [word for word, count in ranked if count >= minimum_frequency and word not in names.values()]
         if maximum_size is not None:
@@ -119,9 +119,9 @@ class WordTokenizer(Tokenizer):
     def size(self) -> int:
         return len(self.words)
 
-    def _encode(self, lines: Sequence[str]) -> list[list[int]]:
+    def _encode(self, lines: list[str]) -> list[list[int]]:
         ids, unk = self._ids, self.unk_id
-        return [[ids.get(word, unk) for word in _split(line, self.splitting)] for line in lines]
+        return [[ids.get(word, unk) for word in split_words(line, self.splitting)] for line in lines]
 
     def decode(self, ids: Iterable[int]) -> str:
         """Return the detokenised text; padding, bos and eos are dropped, unk shows as `<unk>`."""
@@ -136,9 +136,5 @@ class WordTokenizer(Tokenizer):
         return {"special_ids": vars(self.special_ids), **settings}, {}
 
     @classmethod
-    def load(cls, folder: Path, content: Any) -> "WordTokenizer":
+    def load(cls, folder: Path, content: dict[str, Any]) -> Self:
         return cls(content["words"], SpecialIds(**content["special_ids"]), content["lowercase"], content["splitting"])
-
-
-def _split(text: str, splitting: Splitting) -> list[str]:
-    return split_words(text) if splitting == "punctuation" else text.split()

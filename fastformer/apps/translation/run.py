@@ -28,7 +28,7 @@ from fastformer.apps.text import (
     read_parallel,
     split,
 )
-from fastformer.apps.text.marian_tokenizer import read_marian
+from fastformer.apps.text.sentencepiece_tokenizer import read_marian
 from fastformer.apps.text.scores import (
     BLEU_TOKENIZERS,
     Scores,

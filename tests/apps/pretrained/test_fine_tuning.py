@@ -13,7 +13,7 @@ from fastformer.apps.cli import app
 from fastformer.apps.pretrained import from_transformers, to_transformers
 from fastformer.apps.runs.application import application_of
 from fastformer.apps.text import TextError, encode_pairs, load_tokenizer, number_corpus
-from fastformer.apps.text.marian_tokenizer import read_marian
+from fastformer.apps.text.sentencepiece_tokenizer import read_marian
 from fastformer.apps.train import read_metrics
 from fastformer.apps.translation import DataConfig, SearchOptions, corpus_loss, load_translator
 from tests.apps.pretrained.marian_folder import CODE, write_marian_folder

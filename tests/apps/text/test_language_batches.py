@@ -24,7 +24,7 @@ from fastformer.apps.text import (
     split_text,
     write_lines,
 )
-from fastformer.apps.text.language_batches import cut_documents
+from fastformer.apps.text.batches import cut_documents
 
 IDS = SpecialIds(unk_id=3, pad_id=0, bos_id=1, eos_id=2)
 VOCABULARY = 100

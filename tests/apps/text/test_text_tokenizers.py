@@ -160,7 +160,7 @@ WORDS = ["<unk>", "<pad>", "<bos>", "<eos>"]
     ("change", "message"),
     [
         (None, r"not a JSON file"),
-        ([], r"not a tokenizer file, or damaged"),
+        ([], r"it must hold a JSON object, not list"),
         ({"kind": "bert"}, r"\(unknown kind 'bert'; known are sentencepiece, word, marian\)"),
         ({"special_ids": {"pad_id": 9}}, r"its special ids .* are not those of|must stand at their ids"),
         ({"lowercase": "false"}, r"lowercase must be true or false"),

@@ -140,8 +140,6 @@ def _settings(run: Path) -> dict[str, Any]:
     """Return all of config.toml as "section.key", and the begin of the text's checksums as "text.key"."""
     sections = {name: values for name, values in read_toml(config_of(run)).items() if isinstance(values, dict)}
     report = read_json(run / DATA) if (run / DATA).is_file() else {}
-    if not isinstance(report, dict):
-        raise ValueError(f"{run / DATA}: damaged; it is no report of a run's data")
     sections["text"] = {name: str(report[name])[:8] for name in ("fingerprint", "validation") if name in report}
     return {f"{section}.{key}": value for section, values in sections.items() for key, value in values.items()}
 

@@ -172,8 +172,6 @@ def _read_settings(folder: Path) -> tuple[str, dict[str, Any]]:
     if not path.is_file():
         raise FileNotFoundError(f"{folder}: no model of transformers, there is no config.json")
     content = read_json(path)
-    if not isinstance(content, dict):
-        raise ValueError(f"{path}: not the configuration of a model, but of type {type(content).__name__}")
     if (folder / "adapter_config.json").is_file():
         raise ValueError(f"{folder}: an adapter lies beside the model (adapter_config.json); merge it first")
     names = content.get("architectures")
@@ -192,8 +190,7 @@ def _weight_files(folder: Path) -> list[Path]:
         return [whole]
     if not index.is_file():
         raise FileNotFoundError(f"{folder}: there is no {whole.name}")
-    content = read_json(index)
-    weight_map = content.get("weight_map") if isinstance(content, dict) else None
+    weight_map = read_json(index).get("weight_map")
     names = list(weight_map.values()) if isinstance(weight_map, dict) else []
     if not names or not all(isinstance(name, str) and Path(name).name == name != ".." for name in names):
         raise ValueError(f"{index}: damaged: weight_map must name files in this folder")

@@ -273,7 +273,7 @@ class Run(ABC):
         run.origin = stated(folder / CONFIG).origin
         saved, report = read_json(folder / DATA), run.data_report()
         for name, what in (("fingerprint", "training"), ("validation", "validation")):
-            if not isinstance(saved, dict) or name not in saved:
+            if name not in saved:
                 raise ValueError(f"{folder / DATA}: damaged; it has no {name} of the data")
             if saved[name] != report[name]:
                 raise ValueError(f"{folder}: the {what} data differs from what this run was started with")

@@ -28,7 +28,6 @@ from fastformer.apps.text import (
     read_parallel,
     split,
 )
-from fastformer.apps.text.sentencepiece_tokenizer import read_marian
 from fastformer.apps.text.scores import (
     BLEU_TOKENIZERS,
     Scores,
@@ -37,6 +36,7 @@ from fastformer.apps.text.scores import (
     score_translations,
     warn_without_spaces,
 )
+from fastformer.apps.text.sentencepiece_tokenizer import read_marian
 from fastformer.apps.text.vocabulary import learn_tokenizer, split_symbols
 from fastformer.apps.train import TrainConfig, Validation
 from fastformer.apps.translation.model import TranslationConfig, TranslationModel, corpus_loss, translation_loss

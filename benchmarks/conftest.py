@@ -22,7 +22,7 @@ from benchmarks.harness import environment
 from benchmarks.harness.clock import Ceilings, Stopwatch
 from benchmarks.harness.race import Race
 from benchmarks.harness.record import Record
-from benchmarks.report import whole_table
+from benchmarks.tables import whole_table
 
 HERE = Path(__file__).parent
 _CPU_SECONDS, _QUICK_SECONDS = 6.0, 1.0  # of the rounds of a case on a CPU, unless --full

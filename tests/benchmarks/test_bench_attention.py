@@ -33,17 +33,19 @@ def test_useful_pairs_are_those_that_the_mask_allows_to_real_queries(causal):
     assert p.pairs == int(allowed.sum())
 
 
-def test_work_is_that_of_the_formula():
-    p = attention_case(True, np.array([2]))  # 3 pairs in each of 3 heads, of 8 channels
-    found = {direction: p.work(direction) for direction in DIRECTIONS}
-    assert [found[d].operations for d in DIRECTIONS] == [4 * 9 * 8, 10 * 9 * 8, 14 * 9 * 8]
-    tensor = 2 * 3 * 8 * 8  # bytes of fp64
-    assert [found[d].bytes for d in DIRECTIONS] == [4 * tensor, 8 * tensor, 12 * tensor]
-    p = attention_case(True, np.array([2]), value_size=5)
-    found = {direction: p.work(direction) for direction in DIRECTIONS}
-    assert [found[d].operations for d in DIRECTIONS] == [9 * (2 * 8 + 2 * 5), 9 * (6 * 8 + 4 * 5), 9 * (8 * 8 + 6 * 5)]
-    tensor = 2 * 3 * (8 + 5) * 8  # of keys and values
-    assert [found[d].bytes for d in DIRECTIONS] == [2 * tensor, 4 * tensor, 6 * tensor]
+@pytest.mark.parametrize(
+    ("value_size", "operations", "tensors"),
+    [
+        (None, [4 * 9 * 8, 10 * 9 * 8, 14 * 9 * 8], 8 + 8),
+        (5, [9 * (2 * 8 + 2 * 5), 9 * (6 * 8 + 4 * 5), 9 * (8 * 8 + 6 * 5)], 8 + 5),
+    ],
+)
+def test_work_is_that_of_the_formula(value_size, operations, tensors):
+    p = attention_case(True, np.array([2]), value_size=value_size)  # 3 pairs in each of 3 heads, of 8 channels
+    work = [p.work(direction) for direction in DIRECTIONS]
+    assert [each.operations for each in work] == operations
+    size = 2 * 3 * tensors * 8  # bytes of fp64, of keys and values
+    assert [each.bytes for each in work] == [2 * size, 4 * size, 6 * size]
 
 
 @pytest.mark.parametrize(
@@ -103,17 +105,17 @@ def test_what_dropout_adds_is_its_mean_square():
     assert float((mean - p.dropped(inputs)).norm() / mean.norm()) < 0.05
 
 
+WAYS = [
+    (True, rivals.MASK),
+    (True, rivals.KEY_MASK),
+    (True, rivals.ALONE),
+    (False, rivals.MASK),
+    (False, rivals.KEY_MASK),
+]
+
+
 @pytest.mark.parametrize("name", ["sdpa-math", "sdpa-flash"])
-@pytest.mark.parametrize(
-    ("causal", "way"),
-    [
-        (True, rivals.MASK),
-        (True, rivals.KEY_MASK),
-        (True, rivals.ALONE),
-        (False, rivals.MASK),
-        (False, rivals.KEY_MASK),
-    ],
-)
+@pytest.mark.parametrize(("causal", "way"), WAYS)
 def test_sdpa_gets_the_same_rules_in_each_form(name, way, causal):
     p = attention_case(causal, np.array([5, 2, 7]))
     inputs = p.leaves()
@@ -133,8 +135,8 @@ def test_flex_attention_gets_the_same_rules(name, causal):
     p = attention_case(causal, np.array([5, 2, 7]))
     with torch.no_grad():
         inputs = [x.detach().float() for x in p.leaves()]
-        found = rivals.rival(p, name)(*inputs) * p.real[:, None, :, None]
-        assert_close(found, attended(p, inputs))
+        results = rivals.rival(p, name)(*inputs) * p.real[:, None, :, None]
+        assert_close(results, attended(p, inputs))
 
 
 def test_the_tutorials_attention_is_causal():
@@ -159,13 +161,10 @@ def test_varlen_gets_causality_in_either_signature():
     def later(q, k, v, cu_seq_q, cu_seq_k, max_q, max_k, *, scale=None, window_size=(-1, -1)): ...
 
     assert [rivals.causal_arguments(older, causal) for causal in (True, False)] == [
-        {"is_causal": True},
-        {"is_causal": False},
+        {"is_causal": x} for x in (True, False)
     ]
-    assert [rivals.causal_arguments(later, causal) for causal in (True, False)] == [
-        {"window_size": (-1, 0)},
-        {"window_size": (-1, -1)},
-    ]
+    windows = [rivals.causal_arguments(later, causal)["window_size"] for causal in (True, False)]
+    assert windows == [(-1, 0), (-1, -1)]
 
 
 def test_fp64_results_of_the_module_are_those_of_torch():
@@ -175,7 +174,7 @@ def test_fp64_results_of_the_module_are_those_of_torch():
     upstream = torch.randn_like(x) * p.real[..., None]
     out = module(x, x, x, key_padding_mask=~p.real, attn_mask=p.look_ahead)[0]
     inputs = [x, *module.parameters()]
-    found = expected_of_module(p, inputs, upstream)
-    assert_close(found[0] * p.real[..., None], out * p.real[..., None])
-    for a, b in zip(found[1:], torch.autograd.grad(out, inputs, upstream), strict=True):
+    results = expected_of_module(p, inputs, upstream)
+    assert_close(results[0] * p.real[..., None], out * p.real[..., None])
+    for a, b in zip(results[1:], torch.autograd.grad(out, inputs, upstream), strict=True):
         assert_close(a, b)

@@ -19,8 +19,6 @@ from benchmarks.codegen.reader import Resources, blocks_per_multiprocessor, foll
 from tests.support.codegen import FAULTS, needs_triton, run, tool
 from tests.support.python import ROOT, python
 
-# --- what it finds in kernels with one fault each ------------------------------------------------------------------
-
 
 @needs_triton
 @pytest.mark.slow
@@ -70,16 +68,10 @@ def test_serialised_means_what_ptxas_says(faults):
     assert ours == ["attention_kernel"]
 
 
-# --- the committed budget ------------------------------------------------------------------------------------------
-
-
 @needs_triton
 def test_the_kernels_keep_to_the_budget():
-    """The budget lists exactly what the launchers choose, and every row keeps to the limits.
+    """The budget lists exactly what the launchers choose, every fingerprint is recorded, every row is within limits.
 
-    A row whose fingerprint is recorded is not compiled again: the limits are held against what was found when it was.
-    Every fingerprint must be recorded, so that the next test is all that stands between a record and its kernel; that
-    the records are true is what `python -m benchmarks.codegen --fresh` shows, which compiles all and which CI runs.
     With a Triton that has no budget everything is compiled here, in minutes.
     """
     ran = run()
@@ -185,8 +177,6 @@ def test_budget_has_every_kernel():
         assert launched <= listed, f"no case of benchmarks/codegen/cases launches {sorted(launched - listed)}"
 
 
-# --- what it makes of what it finds --------------------------------------------------------------------------------
-
 LOOP = Loop(instructions=1600.0, exponentials=1.0625, mma_cycles=256.0)
 GOOD = Resources(100, 0, 4096, 4, 16, False, 0, 8, loops=(LOOP, LOOP))
 
@@ -196,12 +186,12 @@ def row(case: str, configuration: str = "BLOCK=64") -> Row:
 
 
 def report(folder: Path, results: dict[str, Resources | str], capsys, **changed) -> tuple[int, str]:
-    """Judge results, named by case, as version 3.7.1 found them."""
-    given = {"version": "3.7.1", "update": False, "only": "", "configuration": "BLOCK=64", "key": "1a"} | changed
-    rows = [row(case, given["configuration"])._replace(key=given["key"]) for case in results]
-    options = argparse.Namespace(budget=folder / "budget.json", arch=[90], only=given["only"], update=given["update"])
-    found = {each.name: result for each, result in zip(rows, results.values(), strict=True)}
-    status = command.report(rows, found, [], given["version"], options)
+    """Judge results, by case, of Triton 3.7.1."""
+    settings = {"version": "3.7.1", "update": False, "only": "", "configuration": "BLOCK=64", "key": "1a"} | changed
+    rows = [row(case, settings["configuration"])._replace(key=settings["key"]) for case in results]
+    options = argparse.Namespace(budget=folder / "budget.json", arch=[90], **settings)
+    by_name = {each.name: result for each, result in zip(rows, results.values(), strict=True)}
+    status = command.report(rows, by_name, [], options.version, options)
     return status, capsys.readouterr().out
 
 
@@ -213,6 +203,12 @@ def budget(tmp_path, capsys) -> Path:
     return tmp_path
 
 
+def exempt(folder: Path, **exception: str) -> None:
+    contents = json.loads((folder / "budget.json").read_text())
+    contents["exceptions"] = [{"rows": "b | *", **exception}]
+    (folder / "budget.json").write_text(dump(contents))
+
+
 def test_budget_file_has_one_line_a_row(budget, capsys):
     assert report(budget, {"a": GOOD, "b": GOOD}, capsys)[0] == 0
     text = (budget / "budget.json").read_text()
@@ -221,7 +217,7 @@ def test_budget_file_has_one_line_a_row(budget, capsys):
 
 
 @pytest.mark.parametrize(
-    ("changed", "said"),
+    ("changed", "message"),
     [
         ({"registers": 111}, "registers 100 -> 111"),
         ({"ctas": 3}, "CTAs/SM 4 -> 3"),
@@ -236,25 +232,22 @@ def test_budget_file_has_one_line_a_row(budget, capsys):
         ),
     ],
 )
-def test_worse_than_the_budget_fails_for_its_triton_and_shows_for_another(budget, capsys, changed, said):
-    found = {"a": GOOD, "b": GOOD._replace(**changed)}
-    status, text = report(budget, found, capsys)
+def test_worse_than_the_budget_fails_for_its_triton_and_shows_for_another(budget, capsys, changed, message):
+    results = {"a": GOOD, "b": GOOD._replace(**changed)}
+    status, text = report(budget, results, capsys)
     assert status == 1
-    assert f"b | norm.kernel | sm_90: {said}" in text
-    status, text = report(budget, found, capsys, version="3.9.0")
+    assert f"b | norm.kernel | sm_90: {message}" in text
+    status, text = report(budget, results, capsys, version="3.9.0")
     assert status == 0
     assert "budget of Triton 3.7.1, which is another version: no failure" in text
-    assert f"b | norm.kernel | sm_90: {said}" in text
+    assert f"b | norm.kernel | sm_90: {message}" in text
 
 
 def test_work_that_is_known_to_be_replicated_must_not_be_more(budget, capsys):
     """The limit has exceptions; of what they cover the budget keeps how many times it is."""
     once, twice = ({"a": GOOD, "b": GOOD._replace(replication=times)} for times in (1.5, 2.0))
     assert "b | norm.kernel | sm_90: its products are computed 1.5 times" in report(budget, once, capsys)[1]
-    file = budget / "budget.json"
-    contents = json.loads(file.read_text())
-    contents["exceptions"] = [{"rows": "b | *", "limit": "replicated", "reason": "64 rows"}]
-    file.write_text(dump(contents))
+    exempt(budget, limit="replicated", reason="64 rows")
     assert report(budget, once, capsys)[0] == 1  # 1.0 in the budget
     assert report(budget, once, capsys, update=True)[0] == 0
     assert report(budget, once, capsys)[0] == 0
@@ -265,10 +258,9 @@ def test_work_that_is_known_to_be_replicated_must_not_be_more(budget, capsys):
 
 
 def test_a_tenth_more_registers_and_a_few_instructions_are_no_difference(budget, capsys):
-    longer = (LOOP, LOOP._replace(instructions=1640.0))
-    status, text = report(budget, {"a": GOOD, "b": GOOD._replace(registers=110, loops=longer)}, capsys)
-    assert status == 0
-    assert "0 differences" in text
+    loops = (LOOP, LOOP._replace(instructions=1640.0))
+    status, text = report(budget, {"a": GOOD, "b": GOOD._replace(registers=110, loops=loops)}, capsys)
+    assert (status, "0 differences" in text) == (0, True)
 
 
 def test_rows_that_are_new_gone_or_configured_otherwise_fail(budget, capsys):
@@ -282,13 +274,13 @@ def test_rows_that_are_new_gone_or_configured_otherwise_fail(budget, capsys):
 
 
 def test_rows_recorded_from_other_sources_fail_for_their_triton(budget, capsys):
-    found = {"a": GOOD, "b": GOOD}
-    status, text = report(budget, found, capsys, key="2b")
+    results = {"a": GOOD, "b": GOOD}
+    status, text = report(budget, results, capsys, key="2b")
     assert status == 1
     assert "2 rows were recorded from other sources or by another ptxas, such as a | norm.kernel | sm_90" in text
-    assert report(budget, found, capsys, key="2b", version="3.9.0")[0] == 0
-    assert report(budget, found, capsys, key="2b", update=True)[0] == 0
-    assert report(budget, found, capsys, key="2b")[0] == 0
+    assert report(budget, results, capsys, key="2b", version="3.9.0")[0] == 0
+    assert report(budget, results, capsys, key="2b", update=True)[0] == 0
+    assert report(budget, results, capsys, key="2b")[0] == 0
 
 
 def test_only_rows_with_their_fingerprint_are_recorded(budget):
@@ -301,49 +293,40 @@ def test_only_rows_with_their_fingerprint_are_recorded(budget):
     }
 
 
-def test_update_of_some_rows_keeps_the_others(budget, capsys):
+def test_update_keeps_other_rows_and_other_versions(budget, capsys):
     assert report(budget, {"b": GOOD._replace(registers=50)}, capsys, only="b |", update=True)[0] == 0
     entries = json.loads((budget / "budget.json").read_text())["triton"]["3.7.1"]
     assert [value["registers"] for value in entries.values()] == [100, 50]
-
-
-def test_update_by_another_triton_keeps_both(budget, capsys):
     assert report(budget, {"a": GOOD}, capsys, version="3.10.0", update=True)[0] == 0
-    assert report(budget, {"a": GOOD, "b": GOOD}, capsys)[0] == 0
+    assert report(budget, {"a": GOOD, "b": GOOD._replace(registers=50)}, capsys)[0] == 0
     # The newest is 3.10, not the last of the alphabet.
     assert "budget of Triton 3.10.0" in report(budget, {"a": GOOD, "b": GOOD}, capsys, version="3.11.0")[1]
 
 
 @pytest.mark.parametrize(
-    ("limit", "changed", "said"),
+    ("limit", "changed", "message"),
     [
         ("replicated", {"replication": 2.0}, "its products are computed 2.0 times"),
         ("fences", {"unfenced": 3}, "3 wgmma may read what was written without a fence.proxy.async since"),
         ("serialised", {"serialised": True}, "its 16 wgmma are serialised"),
     ],
 )
-def test_what_breaks_a_limit_is_named_by_it(limit, changed, said):
+def test_what_breaks_a_limit_is_named_by_it(limit, changed, message):
     assert list(broken_limits(90, GOOD)) == []
-    assert list(broken_limits(90, GOOD._replace(**changed))) == [(limit, said)]
+    assert list(broken_limits(90, GOOD._replace(**changed))) == [(limit, message)]
 
 
 def test_limits_fail_whatever_the_triton_unless_exempt(budget, capsys):
-    found = {"a": GOOD, "b": GOOD._replace(stack=8)}
-    status, text = report(budget, found, capsys, version="3.9.0")
+    results = {"a": GOOD, "b": GOOD._replace(stack=8)}
+    status, text = report(budget, results, capsys, version="3.9.0")
     assert status == 1
     assert "b | norm.kernel | sm_90: 8 bytes of stack: it spills" in text
-    file = budget / "budget.json"
-    contents = json.loads(file.read_text())
-    contents["exceptions"] = [{"rows": "b | *", "limit": "stack", "reason": "a known fault", "triton": "3.9.*"}]
-    file.write_text(dump(contents))
-    status, text = report(budget, found, capsys, version="3.9.0")
+    exempt(budget, limit="stack", reason="a known fault", triton="3.9.*")
+    status, text = report(budget, results, capsys, version="3.9.0")
     assert status == 0
     assert "8 bytes of stack: it spills (a known fault)" in text
-    assert report(budget, found, capsys)[0] == 1  # the exception is for 3.9 only
+    assert report(budget, results, capsys)[0] == 1  # the exception is for 3.9 only
     assert report(budget, {"a": GOOD._replace(stack=8)}, capsys, version="3.9.0")[0] == 1
-
-
-# --- the formulas --------------------------------------------------------------------------------------------------
 
 
 def test_blocks_per_multiprocessor():
@@ -359,22 +342,16 @@ def test_blocks_per_multiprocessor():
     assert blocks_per_multiprocessor(90, 255, 0, 512) == 0
 
 
-def test_followers_counts_starts_that_nothing_waits_for():
+def test_wgmma_are_serialised_if_they_wait_for_one_another_in_sass_alone():
     assert followers("S S W S W", "S", "W") == (3, 1)
     assert followers("S W S W", "S", "W") == (2, 0)
     assert followers("W", "S", "W") == (0, 0)
-
-
-def test_single_wgmma_between_waits_are_not_called_serialised():
     ptx = "wgmma.mma_async ; wgmma.wait_group ; wgmma.mma_async ; wgmma.wait_group"
     assert not is_serialised(ptx, "HGMMA ; WARPGROUP.DEPBAR ; HGMMA ; WARPGROUP.DEPBAR")
 
 
-# --- the command ---------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
-    ("arguments", "said"),
+    ("arguments", "message"),
     [
         (("--arch", "75"), "--arch 75: known are 80, 86, 89, 90, 100, 120"),
         pytest.param(
@@ -382,16 +359,11 @@ def test_single_wgmma_between_waits_are_not_called_serialised():
             "no kernel and no case contains 'nothing like it'; codegen_faults has 12 cases",
             marks=needs_triton,
         ),
+        ((), "it needs Triton: pip install 'fastformer[triton]'"),
     ],
 )
-def test_arguments_that_cannot_be_are_refused(arguments, said):
-    ran = run(*arguments)
-    assert ran.returncode == 2
-    assert said in ran.stderr
-
-
-def test_without_triton_it_says_what_to_install(tmp_path):
+def test_arguments_that_cannot_be_are_refused(arguments, message, tmp_path):
     (tmp_path / "triton.py").write_text("raise ImportError('not here')")
-    ran = run(path=tmp_path)
+    ran = run(*arguments) if arguments else run(path=tmp_path)
     assert ran.returncode == 2
-    assert "it needs Triton: pip install 'fastformer[triton]'" in ran.stderr
+    assert message in ran.stderr

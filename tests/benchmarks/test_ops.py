@@ -30,28 +30,15 @@ def test_what_is_timed_may_be_another_call_than_what_is_compared():
     ran = []
 
     def op(name, outputs):
-        def run():
-            ran.append(name)
-            return 2 * x if outputs == 1 else (2 * x, 3 * x)
-
-        return Op(name, run, [x])
+        return Op(name, lambda: ran.append(name) or (2 * x if outputs == 1 else (2 * x, 3 * x)), [x])
 
     upstream = torch.ones(3, 4)
-    race = make_race()
-    race.op(
-        "case",
-        op("ours", 1),
-        op("theirs", 1),
-        upstream=upstream,
-        expected=[2 * x.detach(), 2 * upstream],
-        tolerance=1e-6,
-        direction="both",
-        timed=(op("ours, timed", 2), op("theirs, timed", 2), (upstream, upstream)),
-    )
+    race, timed = make_race(), (op("ours, timed", 2), op("theirs, timed", 2), (upstream, upstream))
+    settings = {"expected": [2 * x.detach(), 2 * upstream], "tolerance": 1e-6, "direction": "both", "timed": timed}
+    race.op("case", op("ours", 1), op("theirs", 1), upstream=upstream, **settings)
     assert ran[:2] == ["ours", "theirs"]
     assert set(ran[2:]) == {"ours, timed", "theirs, timed"}
-    (row,) = race.record.rows
-    assert row.status == "dry run"
+    assert [row.status for row in race.record.rows] == ["dry run"]
 
 
 def test_what_is_captured_has_run_before(monkeypatch):
@@ -103,15 +90,15 @@ def test_the_cache_is_flushed_by_reading_so_that_the_call_pays_for_no_line_of_an
 @pytest.fixture
 def compilations(monkeypatch):
     """What torch.compile has compiled; it runs as it is."""
-    found = []
+    graphs = []
 
     def backend(graph, inputs):
-        found.append(graph)
+        graphs.append(graph)
         return graph.forward
 
     plain = torch.compile
     monkeypatch.setattr(torch, "compile", lambda function, **options: plain(function, backend=backend, **options))
-    return found
+    return graphs
 
 
 def test_the_compiled_model_is_compiled(monkeypatch, compilations):
@@ -136,10 +123,10 @@ def test_the_truth_of_the_loss_is_the_same_by_chunks(smoothing, monkeypatch):
     x, w = torch.randn(10, 6, requires_grad=True), torch.randn(12, 6, requires_grad=True)
     target = torch.tensor([0, -100, 3, 11, 5, -100, -100, 2, 2, 7])
     monkeypatch.setattr(bench_cross_entropy, "_TRUTH_ROWS", 3)
-    found = bench_cross_entropy.truth(x, w, target, smoothing)
+    results = bench_cross_entropy.truth(x, w, target, smoothing)
     wide = [t.detach().double().requires_grad_() for t in (x, w)]
     loss = F.cross_entropy(F.linear(*wide), target, label_smoothing=smoothing)
-    torch.testing.assert_close(found, [loss.detach(), *torch.autograd.grad(loss, wide)])
+    torch.testing.assert_close(results, [loss.detach(), *torch.autograd.grad(loss, wide)])
 
 
 def test_feed_forward_work_is_counted_by_hand():
@@ -150,30 +137,29 @@ def test_feed_forward_work_is_counted_by_hand():
     assert bench_feed_forward.work(FeedForwardShape(2, 3, 5, "swiglu"), "forward").operations == 2 * 2 * 3 * 5 * 3
 
 
-LOSS = {"fused_linear_cross_entropy": (range(3), {"label_smoothing": 0.1, "accum_dtype": torch.float32})}
+LOSS = {"label_smoothing": 0.1, "accum_dtype": torch.float32}
 
 
 @pytest.mark.parametrize(
-    ("op", "given"),
-    (
-        {"layer_norm": (range(4), {}), "rms_norm": (range(3), {}), "swiglu": (range(2), {})}
-        | {"fused_add_rms_norm": (range(4), {})}
-        | LOSS
-    ).items(),
+    ("op", "count", "keywords"),
+    [
+        ("layer_norm", 4, {}),
+        ("rms_norm", 3, {}),
+        ("swiglu", 2, {}),
+        ("fused_add_rms_norm", 4, {}),
+        ("fused_linear_cross_entropy", 3, LOSS),
+    ],
 )
-def test_liger_has_the_ops_by_the_names_and_arguments_that_are_used(op, given):
-    """Triton's can be looked at here; of CuTe's, which cannot be imported, the registration."""
+def test_liger_has_the_ops_by_the_names_and_arguments_that_are_used(op, count, keywords):
+    """Signatures of Triton's ops; registrations of CuTe's, which cannot be imported here."""
     liger_kernel = pytest.importorskip("liger_kernel")
-    arguments, keywords = given
-    inspect.signature(kernel_packages.liger(op, "liger").__self__.forward).bind(*arguments, **keywords)
+    inspect.signature(kernel_packages.liger(op, "liger").__self__.forward).bind(*range(count), **keywords)
     file = Path(liger_kernel.__file__).parent / f"ops/backends/_cutedsl/{op}.py"
-    tree = ast.parse(file.read_text(encoding="utf-8"))
-    decorated = {
-        function.name: [ast.unparse(decorator) for decorator in function.decorator_list]
-        for function in tree.body
-        if isinstance(function, ast.FunctionDef)
-    }
-    assert any(f"'{op}'" in text and "'nvidia-cutedsl'" in text for text in decorated[f"{op}_cutedsl"])
+    (function,) = [
+        each for each in ast.parse(file.read_text("utf-8")).body if getattr(each, "name", "") == f"{op}_cutedsl"
+    ]
+    decorators = map(ast.unparse, function.decorator_list)
+    assert any(f"'{op}'" in text and "'nvidia-cutedsl'" in text for text in decorators)
     if not torch.cuda.is_available():
         with pytest.raises(Exception, match="nvidia-cutedsl"):
             kernel_packages.liger(op, "liger-cute")
@@ -186,10 +172,9 @@ def test_kernels_for_hopper_are_not_run_on_an_older_gpu(name, monkeypatch):
     assert missing(device).endswith("is not installed")
     monkeypatch.setattr(known.importlib.util, "find_spec", lambda module: module)
     assert missing(CPU) == known.NEEDS_GPU
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 6))
-    assert missing(device) == "needs compute capability 9.0, this GPU has 8.6"
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
-    assert missing(device) is None
+    for capability, reason in (((8, 6), "needs compute capability 9.0, this GPU has 8.6"), ((9, 0), None)):
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device, capability=capability: capability)
+        assert missing(device) == reason
 
 
 def test_the_work_of_a_training_step_is_what_torch_counts():
@@ -197,9 +182,8 @@ def test_the_work_of_a_training_step_is_what_torch_counts():
     config = TranslationConfig(30, 40, d_model=8, heads=2, encoder_layers=2, decoder_layers=3, feed_forward=12)
     pairs = EncodedPairs(*(Sequences.from_lists([list(range(4, 4 + n))]) for n in (6, 4)), SpecialIds(), SpecialIds())
     model = TranslationModel(config)
-    theirs = TorchTranslation(model)
     with FlopCounterMode(display=False) as counter, sdpa_kernel(SDPBackend.MATH):
-        theirs.loss(collate(pairs, packed=False), 0.0).backward()
+        TorchTranslation(model).loss(collate(pairs, packed=False), 0.0).backward()
     ahead = 5 * 5 - 5 * 6 / 2  # five target positions, bos counted
     work = training.step_work(model, collate(pairs, packed=True))
     assert counter.get_total_flops() == work.operations + 3 * 4 * 8 * 3 * ahead

@@ -1,5 +1,6 @@
 """Which cases `-k quick` has, on a CPU and on a GPU; what a case says where the competitor raises."""
 
+from contextlib import nullcontext
 from types import SimpleNamespace
 
 import pytest
@@ -15,7 +16,7 @@ from benchmarks import (
     bench_packing,
     conftest,
 )
-from benchmarks.competitors import generators, tutorials
+from benchmarks.competitors import generators
 from tests.benchmarks.races import broken, make_race, pytest_benchmarks
 
 WITHOUT_A_GPU_TORCHS_OWN = {"bench_layer_norm.py"}  # there the reference calls F.layer_norm and F.rms_norm
@@ -31,26 +32,24 @@ def test_every_file_that_says_something_of_a_cpu_has_a_quick_case_there():
     assert {case.partition("::")[0] for case in cases} == files - WITHOUT_A_GPU_TORCHS_OWN
 
 
-class Item:
+def collected(size, *marks):
     """A case of a benchmark, as pytest has it."""
-
-    path = conftest.HERE / "bench_thing.py"
-
-    def __init__(self, size, *marks):
-        self.callspec, self.marks, self.added = SimpleNamespace(params={"size": size}), marks, []
-        self.extra_keyword_matches = set()
-
-    def get_closest_marker(self, name):
-        return name if name in self.marks else None
-
-    def add_marker(self, mark):
-        self.added.append(mark.mark.name)
+    added = []
+    return SimpleNamespace(
+        path=conftest.HERE / "bench_thing.py",
+        callspec=SimpleNamespace(params={"size": size}),
+        extra_keyword_matches=set(),
+        get_closest_marker=lambda name: name if name in marks else None,
+        added=added,
+        add_marker=lambda mark: added.append(mark.mark.name),
+    )
 
 
 @pytest.mark.parametrize("gpu", [True, False])
 def test_each_device_has_its_own_shapes_and_a_gpu_the_usual_ones_as_quick(gpu, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: gpu)
-    items = cpu, for_gpu, usual, full = Item("quick", "cpu", "gpu"), Item("quick", "gpu"), Item("usual"), Item("full")
+    sizes = (("quick", "cpu", "gpu"), ("quick", "gpu"), ("usual",), ("full",))
+    items = cpu, for_gpu, usual, full = [collected(*each) for each in sizes]
     left = list(items)
     hook = SimpleNamespace(pytest_deselected=lambda items: None)
     conftest.pytest_collection_modifyitems(SimpleNamespace(getoption=lambda name: False, hook=hook), left)
@@ -70,59 +69,30 @@ def decode(race, competitor):
     bench_decoding.bench_decoding(race, "quick", competitor, 1, 2)
 
 
-def break_ctranslate2(monkeypatch, race):
-    monkeypatch.setattr(pytest.importorskip("ctranslate2"), "Translator", broken)
-    decode(race, "ctranslate2")
-
-
-def break_module(monkeypatch, race):
-    monkeypatch.setattr(nn.LayerNorm, "forward", lambda self, x: broken() if type(self) is nn.LayerNorm else None)
-    bench_modules.bench_module(race, "usual", "LayerNorm", "train")
-
-
-def break_packing(monkeypatch, race):
-    monkeypatch.setattr(nn.TransformerEncoderLayer, "forward", broken)
-    bench_packing.bench_encoder(race, "quick", True, "fp32", 0.55, 1.8, "training step")
-
-
-def break_integration(monkeypatch, race):
-    transformers = pytest.importorskip("transformers")
-    attention = transformers.models.bert.modeling_bert.ALL_ATTENTION_FUNCTIONS
-    monkeypatch.setitem(attention._global_mapping, "sdpa", broken)
-    bench_integrations.bench_transformers(race, "quick", "BERT", "layers", 0.45, "training step", "sdpa")
-
-
-def breaking(place, name, bench, by=broken):
-    return lambda monkeypatch, race: (monkeypatch.setattr(place, name, by), bench(race))
-
-
-BROKEN = {
-    "translations": breaking(
-        generators, "to_transformers", lambda race: decode(race, "transformers"),
-        lambda model: SimpleNamespace(
-            eval=lambda: SimpleNamespace(generate=broken, generation_config=SimpleNamespace())
-        ),
-    ),
-    "ctranslate2": break_ctranslate2,
-    "tutorial": breaking(bench_decoding.FixedLengthTranslation, "greedy", lambda race: decode(race, "tutorial")),
-    "generation": breaking(
-        tutorials.TutorialLanguageModel, "forward",
-        lambda race: bench_generation.bench_generation(race, "quick", 1001, range(10), None, 1),
-    ),
-    "language": breaking(
-        tutorials.TutorialLanguageModel, "forward",
+GENERATION, MODULE = ("quick", 1001, range(10), None, 1), ("MultiheadAttention", "train")
+ENCODER = ("quick", True, "fp32", 0.55, 1.8, "training step")
+BROKEN = [
+    ("transformers.GenerationMixin.generate", lambda race: decode(race, "transformers")),
+    ("ctranslate2.Translator", lambda race: decode(race, "ctranslate2")),
+    ("FixedLengthTranslation.greedy", lambda race: decode(race, "tutorial")),
+    ("TutorialLanguageModel.forward", lambda race: bench_generation.bench_generation(race, *GENERATION)),
+    (
+        "TutorialLanguageModel.forward",
         lambda race: bench_language.bench_training_step_of_the_language_model(race, "quick"),
     ),
-    "module": break_module,
-    "packing": break_packing,
-    "integration": break_integration,
-}  # fmt: skip
+    ("torch.nn.MultiheadAttention.forward", lambda race: bench_modules.bench_module(race, "usual", *MODULE)),
+    ("torch.nn.TransformerEncoderLayer.forward", lambda race: bench_packing.bench_encoder(race, *ENCODER)),
+]
 
 
 @pytest.mark.filterwarnings("ignore:.*nested.?tensor.*")
-@pytest.mark.parametrize("side", BROKEN)
-def test_what_a_competitor_raises_is_its_result(side, monkeypatch, race):
-    BROKEN[side](monkeypatch, race)
+@pytest.mark.parametrize(("name", "bench"), BROKEN)
+def test_exceptions_of_a_competitor_are_its_result(name, bench, monkeypatch, race):
+    if name[0].isupper():
+        name = f"benchmarks.competitors.tutorials.{name}"
+    pytest.importorskip(name.partition(".")[0])
+    monkeypatch.setattr(name, broken)
+    bench(race)
     (row,) = race.record.rows
     assert row.status == "fails: RuntimeError: no kernel image"
     assert row.theirs is None
@@ -130,14 +100,14 @@ def test_what_a_competitor_raises_is_its_result(side, monkeypatch, race):
 
 def test_a_model_of_transformers_whose_attention_has_other_gradients_is_not_timed(monkeypatch, race):
     transformers = pytest.importorskip("transformers")
-    attention = transformers.models.bert.modeling_bert.ALL_ATTENTION_FUNCTIONS
-    sdpa = attention["sdpa"]
+    attentions = transformers.models.bert.modeling_bert.ALL_ATTENTION_FUNCTIONS._global_mapping
+    sdpa = attentions["sdpa"]
 
     def turned_around(module, *tensors, **options):
         q, k, v = (2 * x.detach() - x for x in tensors[:3])
         return sdpa(module, q, k, v, *tensors[3:], **options)
 
-    monkeypatch.setitem(attention._global_mapping, "sdpa", turned_around)
+    monkeypatch.setitem(attentions, "sdpa", turned_around)
     with pytest.raises(pytest.fail.Exception, match="wrong, not timed: gradients differs"):
         bench_integrations.bench_transformers(race, "quick", "BERT", "layers", 0.45, "training step", "sdpa")
     assert race.record.rows == []
@@ -152,13 +122,10 @@ def test_a_failing_export_is_no_result_of_ctranslate2(monkeypatch, race):
 
 @pytest.mark.parametrize(("theirs", "whose"), [(-25.0, "theirs"), (-20.01, None), (-15.0, "ours")])
 def test_the_less_probable_translation_is_wrong(theirs, whose, monkeypatch, race):
-    found = torch.tensor([-10.0, theirs])
-    monkeypatch.setattr(bench_decoding, "_log_probabilities", lambda model, sources, targets: found)
-    ours = [bench_decoding.Hypothesis([1], score, score) for score in (-10.0, -20.0)]
-    if whose == "ours":
-        with pytest.raises(pytest.fail.Exception, match="wrong, not timed: best log probability differs"):
-            bench_decoding._compare(race, nn.Identity(), [[1], [2]], ours, [[1], [1]])
-        return
-    bench_decoding._compare(race, nn.Identity(), [[1], [2]], ours, [[1], [1]])
-    assert (race.fault is None) == (whose is None)
-    assert whose is None or race.fault.startswith("wrong: log probability is off by")
+    probable = torch.tensor([-10.0, theirs])
+    monkeypatch.setattr(bench_decoding, "_log_probabilities", lambda model, sources, targets: probable)
+    hypotheses = [bench_decoding.Hypothesis([1], score, score) for score in (-10.0, -20.0)]
+    wrong = pytest.raises(pytest.fail.Exception, match="wrong, not timed: best log probability differs")
+    with wrong if whose == "ours" else nullcontext():
+        bench_decoding._compare(race, nn.Identity(), [[1], [2]], hypotheses, [[1], [1]])
+    assert (race.fault or "").startswith("wrong: log probability is off by") == (whose == "theirs")

@@ -32,22 +32,11 @@ def square(x: Tensor) -> Tensor:
     return x * x
 
 
-def compare(race: Race, theirs, ours=square, **kept) -> None:
+def compare(race: Race, theirs, ours=square, **fields) -> None:
     x = X.clone().requires_grad_()
-    upstream = torch.ones_like(X)
-    expected = [X.double() ** 2, 2 * X.double()]
-    sides = Op("fastformer", lambda: ours(x), [x]), Op("other", lambda: theirs(x), [x])
-    work = Work(2.0 * X.numel(), 8.0 * X.numel())
-    race.op(
-        "a case",
-        *sides,
-        upstream=upstream,
-        expected=expected,
-        tolerance=1e-5,
-        direction="both",
-        work=work,
-        **kept,
-    )
+    fields |= {"upstream": torch.ones_like(X), "expected": [X.double() ** 2, 2 * X.double()], "tolerance": 1e-5}
+    fields |= {"direction": "both", "work": Work(2.0 * X.numel(), 8.0 * X.numel())}
+    race.op("a case", Op("fastformer", lambda: ours(x), [x]), Op("other", lambda: theirs(x), [x]), **fields)
 
 
 def test_both_right(race):
@@ -133,16 +122,16 @@ class Stashing(torch.autograd.Function):
 @pytest.mark.parametrize("op", [torch.exp, Stashing.apply], ids=["saved", "attribute"])
 def test_counting_saved_tensors_saves_none(op):
     x = X.clone().requires_grad_()
-    made = []
+    outputs = []
 
     def forward():
         out = op(x)  # exp saves its own output
-        made.append(weakref.ref(out))
+        outputs.append(weakref.ref(out))
         return out.sum()
 
     assert saved_for_backward(forward, [x]) == X.numel() * 4
     gc.collect()
-    assert made[0]() is None
+    assert outputs[0]() is None
 
 
 def test_a_competitor_that_breaks_while_it_is_timed(race):
@@ -160,11 +149,8 @@ def test_a_competitor_that_breaks_while_it_is_timed(race):
 
 def test_ratios_are_by_the_token(race):
     race.gate("result", X, X, 0.0)
-
-    def work() -> object:
-        return X @ X
-
-    race("a case", Contender("fastformer", work, 100), Contender("other", work, 10), rounds=5)
+    sides = (Contender(name, lambda: X @ X, tokens) for name, tokens in (("fastformer", 100), ("other", 10)))
+    race("a case", *sides, rounds=5)
     assert race.record.rows[0].ratio == pytest.approx(10, rel=0.7)
 
 
@@ -216,9 +202,9 @@ def test_a_side_that_cannot_be_captured_takes_nothing_from_the_other(race, fails
     race.watch.on_gpu, race.watch.replay = True, replay
     race.watch.wall = lambda run: 1.0
     sides = Contender("fastformer", ours), Contender("other", theirs)
-    found = race._gpu_ratios(*sides, True)
+    ratios = race._gpu_ratios(*sides, True)
     assert set(race.notes["graph_seconds"]) == ({"fastformer"} if fails else {"fastformer", "other"})
-    assert ("graph" in found) is not fails
+    assert ("graph" in ratios) is not fails
     assert race.notes.get("no_graph") == ("other: it waits for the device" if fails else None)
     assert "graph" not in race._gpu_ratios(*sides, False)
 

@@ -8,7 +8,7 @@ import subprocess
 import pytest
 import torch
 
-from benchmarks import report
+from benchmarks import report, tables
 from benchmarks.harness import environment
 from benchmarks.harness.environment import DIRTY
 from benchmarks.harness.record import FORMAT, Record, Row
@@ -90,7 +90,7 @@ def test_a_result_keeps_what_the_run_measured(result):
 
 
 def test_the_heading_names_all_that_a_figure_depends_on(result):
-    assert report.heading(result) == (
+    assert result.heading == (
         "**h200**, 2026-01-02, commit 01234567: A GPU, A CPU, driver 580.1, CUDA 13.0, cuDNN 91900, torch 2.11.0, "
         "triton 3.6.0, Python 3.12.3; CUDA events; fastest probes: copy 4.2 TB/s, matmul bfloat16 750 TFLOP/s; "
         "an fp32 matrix product, timed between the cases, ran at 50,000 to 50,000 GFLOP/s."
@@ -118,7 +118,7 @@ def test_the_tables(result):
     ]
     assert report.missed_goals(result.rows) == r"Missed: attention, length 2,048 \| D64 against sdpa (0.50 of 1.2)."
     lost = changed(FULL, status="fastformer is out of memory", ours=None)
-    assert report.goals_held([MEASURED, lost, FULL]) == "1 of 2"
+    assert tables.goals_held([MEASURED, lost, FULL]) == "1 of 2"
 
 
 @pytest.mark.parametrize(("goal", "said"), [(None, "0.75"), (0.75, "0.75 (goal 0.75)"), (0.5, "0.75 (missed 0.5)")])
@@ -140,7 +140,7 @@ def test_a_run_that_was_cut_is_read_as_far_as_it_came(tmp_path):
     path.write_text(path.read_text(encoding="utf-8")[:-20], encoding="utf-8")
     cut = condense([path], "cut")
     assert [row.case for row in cut.rows] == [MEASURED.case]
-    assert "the run was cut before its end" in report.heading(cut)
+    assert "the run was cut before its end" in cut.heading
 
 
 def test_several_runs_of_a_machine_are_one_result_with_the_later_row_of_a_case(tmp_path, monkeypatch):

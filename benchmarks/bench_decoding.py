@@ -136,7 +136,7 @@ def _compare(
     best = torch.maximum(known, probable)
     race.gate("best log probability", known, best, 1e-3)
     race.gate_theirs("log probability", probable, best, 1e-3)
-    race.note(same_translations=sum(a.ids == b for a, b in zip(ours, theirs, strict=True)), sentences=len(ours))
+    race.notes.update(same_translations=sum(a.ids == b for a, b in zip(ours, theirs, strict=True)), sentences=len(ours))
 
 
 @torch.no_grad()

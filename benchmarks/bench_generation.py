@@ -82,7 +82,7 @@ def bench_generation(race: Race, size: str, context: int, steps: range, goal: fl
     read = "prefix" if context > length else f"window of {context}"
     timed = "" if len(steps) == length else " (every 20th timed)"
     written: list[Tensor] = []
-    race.note(steps_timed={"ours": length, "theirs": len(steps)}, context=context)
+    race.notes.update(steps_timed={"ours": length, "theirs": len(steps)}, context=context)
     race(
         f"generation of {length:,} words, {'whole text' if context > length else f'context {context}'}, d200 2 layers",
         Contender("fastformer", write, length),

@@ -58,31 +58,22 @@ def stopwatch(pytestconfig: pytest.Config) -> Iterator[Stopwatch]:
 
 
 @pytest.fixture(scope="session")
-def ceilings(stopwatch: Stopwatch) -> Ceilings:
-    """Return the highest rates of the machine, measured in this run."""
-    return Ceilings(stopwatch)
-
-
-@pytest.fixture(scope="session")
-def record(stopwatch: Stopwatch, ceilings: Ceilings, pytestconfig: pytest.Config) -> Iterator[Record]:
-    """Return the results of this run."""
-    path = pytestconfig.getoption("--record")
+def session(stopwatch: Stopwatch, pytestconfig: pytest.Config) -> Iterator[tuple[Stopwatch, Ceilings, Record]]:
+    """Return the timer, the highest rates of the machine, and the results of this run."""
+    path, ceilings = pytestconfig.getoption("--record"), Ceilings(stopwatch)
     record = Record({} if path is None else environment.facts(stopwatch.device), path)
     pytestconfig.stash[_RECORD] = record
-    yield record
+    yield stopwatch, ceilings, record
     record.close(ceilings.measured())
 
 
 @pytest.fixture
-def race(
-    request: pytest.FixtureRequest, benchmark: Any, stopwatch: Stopwatch, ceilings: Ceilings, record: Record
-) -> Race:
+def race(request: pytest.FixtureRequest, benchmark: Any, session: tuple[Stopwatch, Ceilings, Record]) -> Race:
     """Compare with a competitor: gates first, then a call."""
     torch.manual_seed(0)
     option = request.config.getoption
     seconds = math.inf if option("--full") else _QUICK_SECONDS if "quick" in request.node.name else _CPU_SECONDS
-    tiny, profiles = option("--dry-run"), option("--profile")
-    return Race(benchmark, stopwatch, ceilings, record, tiny=tiny, seconds=seconds, profiles=profiles)
+    return Race(benchmark, *session, tiny=option("--dry-run"), seconds=seconds, profiles=option("--profile"))
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

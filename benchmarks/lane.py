@@ -1,4 +1,4 @@
-"""Run everything that waits for a GPU, in runs of minutes.
+"""Run all measurements on a GPU, in runs of minutes.
 
     python -m benchmarks.lane --only tests --out DIR       # then ops, positions, training, models, compiled
     python -m benchmarks.lane --only layer_norm,tuning     # single steps
@@ -25,6 +25,8 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
+import torch
+
 from benchmarks.harness import environment
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -34,8 +36,7 @@ TESTS = {
     "fused-tests": ("test_fused_*.py",),
     "further-tests": ("test_attention_distances.py", "test_value_head_size.py", "test_tf32.py"),
 }
-# A container may report the cores of its host. On a GPU of 84 GB each worker takes 0.5 GB for its context and up to 4.5
-# for tensors, one of them 11 (tests of one `xdist_group` run in one worker): 77 GB in all.
+# On a GPU of 84 GB each worker takes 0.5 GB for its context and up to 4.5 for tensors, one of them 11: 77 GB in all.
 MOST_WORKERS = 14
 COMPILED = "compile or flex"  # competitors that torch.compile makes, for pytest's -k
 TUNING_MINUTES = 2.5
@@ -76,11 +77,7 @@ PLAN: dict[str, dict[str, float]] = {
 
 
 def chosen_steps(only: str | None) -> dict[str, float]:
-    """Return the seconds of the steps of some runs, or of some steps, in the order of the plan.
-
-    Raises:
-        ValueError: a name is unknown.
-    """
+    """Return the seconds of the steps of some runs, or of some steps, in the order of the plan."""
     names = {*PLAN} if only is None else {*only.split(",")}
     every = {step: seconds for steps in PLAN.values() for step, seconds in steps.items()}
     if unknown := sorted(names - {*PLAN, *every}):
@@ -113,10 +110,7 @@ def run_command(command: Sequence[str], seconds: float, log: Path, grace: float 
     """Run a command and append its output to a log.
 
     After `seconds` the command is interrupted (SIGINT), so that it can write its results. After `grace` more seconds it
-    is killed. Processes that it started are killed with it. Interpreters find the packages of this checkout.
-
-    Returns:
-        "done", "failed, exit code N" or "cut after N s".
+    is killed, and so are processes that it started. Return "done", "failed, exit code N" or "cut after N s".
     """
     paths = [str(ROOT), str(ROOT / "kernels"), *filter(None, [os.environ.get("PYTHONPATH")])]
     variables = {"OMP_WAIT_POLICY": "PASSIVE", **os.environ, "PYTHONPATH": os.pathsep.join(paths)} | environment
@@ -142,22 +136,22 @@ def run_command(command: Sequence[str], seconds: float, log: Path, grace: float 
 
 def run_steps(steps: dict[str, float], out: Path) -> bool:
     """Run the steps one after another; print the state and the last line of each. Return whether all ended well."""
-    end, log = time.monotonic() + sum(steps.values()), out / "log.txt"
+    left, log = 0.0, out / "log.txt"  # seconds that earlier steps did not need
     passed = tests_passed = True
-    waiting = [*steps]
-    for step in steps:
-        waiting.remove(step)
+    for step, seconds in steps.items():
         if not tests_passed and step not in TESTS:
             print(f"{step}: left out, tests failed", flush=True)
             continue
         begin = time.monotonic()
-        limit = max(1.0, end - begin - sum(steps[later] for later in waiting))
+        limit = max(1.0, seconds + left)
         # Without TRITON_INTERPRET=0, tests take a machine without /dev/nvidiactl for one without a GPU.
         state = run_command(command_of(step, out), limit, log, TRITON_INTERPRET="0")
         passed &= state == "done"
         tests_passed &= state == "done" or step not in TESTS
         last = log.read_text(encoding="utf-8", errors="replace").rstrip().rpartition("\n")[2]
-        print(f"{step}: {state}, {time.monotonic() - begin:.0f} s; {last.strip('= ')}", flush=True)
+        needed = time.monotonic() - begin
+        left += seconds - needed
+        print(f"{step}: {state}, {needed:.0f} s; {last.strip('= ')}", flush=True)
     return passed
 
 
@@ -175,14 +169,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     out = (options.out or Path(tempfile.mkdtemp(prefix="lane-"))).resolve() / (options.only or "all")
     if out.exists():
         parser.error(f"--out: {out} exists; nothing there is overwritten")
-    import torch
-
     if not torch.cuda.is_available():
         parser.error("no CUDA device here; `pytest benchmarks --benchmark-only --dry-run` checks the code without one")
     out.mkdir(parents=True)
-    print(
-        f"{sum(steps.values()) / 60:.1f} minutes for {', '.join(steps)}; commit {commit}; results in {out}", flush=True
-    )
+    minutes = sum(steps.values()) / 60
+    print(f"{minutes:.1f} minutes for {', '.join(steps)}; commit {commit}; results in {out}", flush=True)
     return 0 if run_steps(steps, out) else 1
 
 

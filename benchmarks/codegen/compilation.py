@@ -23,6 +23,7 @@ import time
 from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
+from contextlib import ExitStack
 from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -84,7 +85,7 @@ def triton_target(arch: int | str) -> Any:
 
 
 class Driver:
-    """Stands in for a GPU's driver: enough for a launcher to bind arguments and options."""
+    """A stand-in for a GPU's driver with which a launcher can bind arguments and options."""
 
     def __init__(self, arch: int | str) -> None:
         self.arch = arch
@@ -127,7 +128,7 @@ def record(cases: Cases, arch: int | str) -> tuple[list[Row], list[str]]:
     from fastformer_kernels.host import launch
 
     rows: dict[str, Row] = {}
-    names: set[str] = set()
+    launches: list[str] = []  # names of rows, without numbers
     faults: list[str] = []
     case = ""
 
@@ -142,13 +143,10 @@ def record(cases: Cases, arch: int | str) -> tuple[list[Row], list[str]]:
         chosen = _chosen(fn.jit_function, job.constants)
         chosen |= {name: options.get(name) for name in ("num_warps", "num_stages", "maxnreg")}
         configuration = " ".join(f"{name}={value}" for name, value in chosen.items() if value is not None)
-        kernel = f"{fn.module.partition('.')[2]}.{fn.name}"
-        row = Row(kernel, case, configuration, job, {case})
-        number = 1
-        while row.name in names:  # a case may launch a kernel in several configurations
-            number += 1
-            row = row._replace(case=f"{case} ({number})")
-        names.add(row.name)
+        row = Row(f"{fn.module.partition('.')[2]}.{fn.name}", case, configuration, job, {case})
+        if number := launches.count(row.name):  # a case may launch a kernel in several configurations
+            row = row._replace(case=f"{case} ({number + 1})")
+        launches.append(f"{case}{row.name[len(row.case) :]}")
         rows[compile["specialization_data"]] = row
         return True
 
@@ -262,20 +260,18 @@ def compile_all(
 
     `tell` gets each result as soon as it exists. Progress goes to stderr.
     """
-    start = shown = time.monotonic()
-    done = 0
+    start = time.monotonic()
+    finished = 0
     lock = threading.Lock()
     own = threading.local()
-    pools: list[ProcessPoolExecutor] = []
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["torch", "triton"])  # else each process imports them
 
     def compile_row(row: Row) -> tuple[str, Resources | str]:
-        nonlocal shown, done
+        nonlocal finished
         if getattr(own, "pool", None) is None:
             # One process to a thread: if the compiler crashes, that is this row's result, and no other row's.
-            own.pool = ProcessPoolExecutor(1, context, end_with_parent)
-            pools.append(own.pool)
+            own.pool = pools.enter_context(ProcessPoolExecutor(1, context, end_with_parent))
         result: Resources | str
         try:
             result = own.pool.submit(compile_job, row.job).result()
@@ -285,15 +281,12 @@ def compile_all(
             lines = str(error).strip().splitlines() or [""]
             result = f"{type(error).__name__}: {' '.join(lines[-1].split())[:300]}"
         with lock:
-            done += 1
+            finished += 1
             tell(row, result)
-            if time.monotonic() - shown > 5 or done == len(rows):
-                shown = time.monotonic()
-                print(f"{done}/{len(rows)} compiled, {shown - start:.0f} s: {row.name}", file=sys.stderr, flush=True)
+            if finished % 20 == 0 or finished == len(rows):
+                seconds = time.monotonic() - start
+                print(f"{finished}/{len(rows)} compiled, {seconds:.0f} s: {row.name}", file=sys.stderr, flush=True)
         return row.name, result
 
-    with ThreadPoolExecutor(processes) as threads:
-        results = dict(threads.map(compile_row, rows))
-    for pool in pools:
-        pool.shutdown()
-    return results
+    with ExitStack() as pools, ThreadPoolExecutor(processes) as threads:
+        return dict(threads.map(compile_row, rows))

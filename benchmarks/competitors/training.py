@@ -5,6 +5,7 @@ from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 import numpy as np
 import torch
@@ -67,8 +68,7 @@ def race_training(
     competitor: str = "torch.nn",
     competitor_pairs: EncodedPairs | None = None,
     dtype: torch.dtype = torch.float32,
-    rounds: int,
-    goal: float | None = None,
+    **fields: Any,
 ) -> None:
     """Compare a step on packed pairs with a competitor's on the same pairs, padded; by the target token.
 
@@ -102,7 +102,7 @@ def race_training(
         counted = loss if competitor_pairs is None else None
         sides.append(Contender(name, step, batch.tokens, counted, net.parameters()))
     work = step_work(model, packed)
-    race(case, *sides, rounds=rounds, goal=goal, work=work, dtype=dtype, graph_below=_GRAPH_BELOW)
+    race(case, *sides, work=work, dtype=dtype, graph_below=_GRAPH_BELOW, **fields)
 
 
 def step_work(model: TranslationModel, batch: Batch) -> Work:
@@ -164,8 +164,7 @@ def race_graphs(
     *,
     competitor: str,
     dtype: torch.dtype,
-    rounds: int,
-    goal: float | None = None,
+    **fields: Any,
 ) -> None:
     """Compare the trainer's steps from CUDA graphs with a competitor's on the same batches, which start on the CPU.
 
@@ -185,7 +184,7 @@ def race_graphs(
         graphed()
     tokens = sum(batch.tokens for batch in packed)
     sides = Contender("fastformer", graphed, tokens), Contender(NAMES[competitor], steps, tokens)
-    race(case, *sides, rounds=rounds, goal=goal, dtype=dtype)
+    race(case, *sides, dtype=dtype, **fields)
 
 
 def _update(model: TranslationModel, dtype: torch.dtype, graphs: bool) -> Update:
@@ -206,13 +205,12 @@ def _steps(update: Update, batches: Sequence[Batch]) -> Callable[[], None]:
 def _torch_steps(model: TorchTranslation, batches: Sequence[Batch], dtype: torch.dtype) -> Callable[[], None]:
     device = next(model.parameters()).device
     optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, fused=True)
+    loss = torch.autocast(device.type, dtype, enabled=dtype != torch.float32)(model.loss)
 
     def steps() -> None:
         for batch in batches:
             optimizer.zero_grad()
-            with torch.autocast(device.type, dtype, enabled=dtype != torch.float32):
-                loss = model.loss(batch.to(device, non_blocking=True), SMOOTHING)
-            (loss / batch.tokens).backward()  # type: ignore[no-untyped-call]
+            (loss(batch.to(device, non_blocking=True), SMOOTHING) / batch.tokens).backward()
             optimizer.step()
 
     return steps

@@ -98,13 +98,10 @@ class Race:
         profiles: Path | None = None,  # folder for a profile of a call of fastformer
     ) -> None:
         self.benchmark, self.watch, self.ceilings, self.record = benchmark, watch, ceilings, record
-        self.seconds, self.profiles = seconds, profiles
-        self.tiny = tiny
-        self.device = watch.device
+        self.tiny, self.seconds, self.profiles, self.device = tiny, seconds, profiles, watch.device
         self.gates: dict[str, float] = {}
-        self.fault: str | None = None  # why the competitor is not timed
-        self.notes: dict[str, Any] = {}
-        self._memory_goals: dict[str, float | None] = {}
+        self.fault: str | None = None  # the reason if the competitor is not timed
+        self.notes: dict[str, Any] = {}  # further facts for the record
 
     @property
     def backend(self) -> Literal["triton", "reference"]:
@@ -125,8 +122,7 @@ class Race:
 
     def gate_theirs(self, name: str, theirs: Tensor, expected: Tensor, tolerance: float) -> None:
         """Compare the competitor likewise; if it is wrong, report it instead of timing it."""
-        error = relative_error(theirs, expected)
-        if not error <= tolerance:
+        if not (error := relative_error(theirs, expected)) <= tolerance:
             self.fault = self.fault or f"wrong: {name} is off by {error:.1e}"
 
     @contextmanager
@@ -139,15 +135,6 @@ class Race:
             torch.cuda.empty_cache()
         except Exception as error:
             self.fault = f"fails: {type(error).__name__}: {_first_line(error)}"
-
-    def memory_goals(self, *, peak: float | None = None, saved: float | None = None) -> None:
-        """Set the highest allowed ratios of peak memory and of bytes saved for backward, for the kernels."""
-        if self.backend == "triton":
-            self._memory_goals = {"peak_goal": peak, "saved_goal": saved}
-
-    def note(self, **info: Any) -> None:
-        """Record further facts with the result."""
-        self.notes.update(info)
 
     def op(
         self,
@@ -170,12 +157,13 @@ class Race:
         or with several outputs. `fields` are those of `__call__`.
         """
         real = ours.compared(upstream if ours.upstream is None else ours.upstream) != 0
-        names = ["output", *(f"gradient {i}" for i in range(len(expected) - 1))]
 
         def compare(op: Op, gate: Callable[[str, Tensor, Tensor, float], None]) -> None:
-            for name, *pair in zip(names, op.results(upstream), expected, strict=True):
-                actual, value = [torch.where(real, x, 0) for x in pair] if name == "output" else pair
-                gate(name, actual, value, tolerance)
+            for i, (result, value) in enumerate(zip(op.results(upstream), expected, strict=True)):
+                if i == 0:
+                    gate("output", torch.where(real, result, 0), torch.where(real, value, 0), tolerance)
+                else:
+                    gate(f"gradient {i - 1}", result, value, tolerance)
 
         try:
             compare(ours, self.gate)
@@ -193,14 +181,11 @@ class Race:
                 ours.call("both", gradient)()  # compiles, and lets libraries allocate; else the comparison did that
                 with self.competitor():
                     theirs.call("both", gradient)()
-        memory = self._memory(
-            *(Contender(op.name, op.call("both", gradient), 1, op.run, op.inputs) for op in (ours, theirs))
-        )
+        both = [Contender(op.name, op.call("both", gradient), 1, op.run, op.inputs) for op in (ours, theirs)]
+        fields |= self._memory(*both) | {"rounds": _OP_ROUNDS[self.device.type], "dtype": dtype}
         run = ours.call(direction, gradient)
         other = run if self.fault else theirs.call(direction, gradient)
-        sides = Contender("fastformer", run), Contender(theirs.name, other)
-        fields |= memory | {"rounds": _OP_ROUNDS[self.device.type], "dtype": dtype}
-        self(f"{case}, {_NAMES[direction]}", *sides, **fields)
+        self(f"{case}, {_NAMES[direction]}", Contender("fastformer", run), Contender(theirs.name, other), **fields)
 
     def __call__(
         self,
@@ -269,11 +254,12 @@ class Race:
             pairs = zip(times["ours"], times["theirs"], strict=True)
             fields["theirs"] = statistics.median(times["theirs"])
             fields["ratio"] = statistics.median(speed * b / max(a, 1e-9) for a, b in pairs)
-            fields |= self._gpu_ratios(ours, theirs, a < graph_below)
+            if watch.on_gpu:
+                fields |= self._gpu_ratios(ours, theirs, a < graph_below)
         if work is not None:
             fields["floor"] = self.ceilings.floor(work, dtype) / a
             fields["operations_per_second"], fields["bytes_per_second"] = work.operations / a, work.bytes / a
-        self.note(timer=watch.kind, calls_per_round=calls, gates=self.gates)
+        self.notes.update(timer=watch.kind, calls_per_round=calls, gates=self.gates)
         self._add(case, theirs.name, self.fault or "measured", matmul_rate=rate, goal=goal, **fields)
 
     def _profile(self, case: str, run: Call, folder: Path) -> None:
@@ -302,31 +288,28 @@ class Race:
                 if self.fault is None and side.forward is not None:
                     saved.append(saved_for_backward(side.forward, side.leaves))
                     peaks.append(self.watch.peak_memory(side.run))
-        if self.fault is not None or len(saved) < len(sides):
-            return {}
-        return {"saved_bytes": tuple(saved), "peak_bytes": None if None in peaks else tuple(peaks)}
+        complete = self.fault is None and len(saved) == len(sides)
+        return {"saved_bytes": saved, "peak_bytes": None if None in peaks else peaks} if complete else {}
 
     def _gpu_ratios(self, ours: Contender, theirs: Contender, as_graphs: bool) -> dict[str, float]:
-        """Return the ratios by the wall clock and of CUDA graphs, on a GPU."""
+        """Return the ratios by the wall clock and of CUDA graphs."""
         ratios: dict[str, float] = {}
-        if not self.watch.on_gpu:
-            return ratios
         speed = ours.tokens / theirs.tokens
         try:
             walls = [self.watch.wall(side.run) for side in (ours, theirs)]
             ratios["wall"] = speed * walls[1] / walls[0]
         except Exception as error:  # several calls may need more memory than one
-            self.note(no_wall=_first_line(error))
+            self.notes.update(no_wall=_first_line(error))
         if as_graphs:
             seconds = {}
             for side in (ours, theirs):
                 try:
                     graph = self.watch.replay(side.run)
                 except Exception as error:  # whatever a compiler or a driver raises
-                    self.note(no_graph=f"{side.name}: {_first_line(error)}")
+                    self.notes.update(no_graph=f"{side.name}: {_first_line(error)}")
                 else:
                     seconds[side.name] = statistics.median(self.watch(graph) for _ in range(10))
-            self.note(graph_seconds=seconds)
+            self.notes.update(graph_seconds=seconds)
             if len(seconds) == 2:
                 ratios["graph"] = speed * seconds[theirs.name] / seconds[ours.name]
         return ratios
@@ -334,8 +317,9 @@ class Race:
     def _add(self, case: str, against: str, status: str, **fields: Any) -> None:
         benchmark = Path(self.benchmark.fullname.partition("::")[0]).stem.removeprefix("bench_")
         known = {name: value for name, value in fields.items() if value is not None and name in Row.model_fields}
-        fields = {**known, **self._memory_goals, "notes": self.notes}
-        row = Row(benchmark=benchmark, case=case, against=against, status=status, **fields)
+        if self.backend != "triton":  # goals of memory are those of the kernels
+            known = {name: value for name, value in known.items() if name not in ("peak_goal", "saved_goal")}
+        row = Row(benchmark=benchmark, case=case, against=against, status=status, notes=self.notes, **known)
         self.record.add(row)
         self.benchmark.extra_info.update(row.model_dump())
 

@@ -69,9 +69,9 @@ def backward_case(
     K: int,
     dtype: torch.dtype,
     options: Callable[[int], Arguments],
+    V: int | None = None,
     fast: bool = False,
     weights: bool = False,
-    V: int | None = None,
 ) -> Callable[[], object]:
     def run() -> object:
         q, k, v = heads(T, K, dtype, V)
@@ -122,12 +122,10 @@ def cases_of(
 ) -> Iterator[tuple[str, Callable[[], object]]]:
     """Yield the cases of one way to multiply."""
     for options in (light, heavy):
-        for K, lengths in forward.items():
-            for T in lengths if options is light else lengths[-1:]:  # heavy tiles are the same at every length
-                yield f"forward K {K} T {T} {kind} {options.__name__}", forward_case(T, K, dtype, options)
-        for K, lengths in backward.items():
-            for T in lengths if options is light else lengths[-1:]:
-                yield f"backward K {K} T {T} {kind} {options.__name__}", backward_case(T, K, dtype, options)
+        for name, case, sizes in (("forward", forward_case, forward), ("backward", backward_case, backward)):
+            for K, lengths in sizes.items():
+                for T in lengths if options is light else lengths[-1:]:  # heavy tiles are the same at every length
+                    yield f"{name} K {K} T {T} {kind} {options.__name__}", case(T, K, dtype, options)
     for name in ("delta", "weights", "mask gradient", "decode", "decode few"):
         for K in (64, *(each for each in forward if each > 64)):
             yield f"{name} K {K} {kind}", smaller_case(name, K, dtype)
@@ -152,39 +150,32 @@ def attention_cases() -> Iterator[tuple[str, Callable[[], object]]]:
     yield from cases_of("bfloat16", torch.bfloat16, FORWARD, BACKWARD)
     yield from cases_of("float32", torch.float32, SINGLE, SINGLE)
     yield from ((name, in_tf32(call)) for name, call in cases_of("tf32", torch.float32, TF32_FORWARD, TF32_BACKWARD))
-    for K in (64, 128, 256):
-        yield f"forward K {K} dropout", forward_case(1024, K, torch.bfloat16, dropped)
-        yield f"backward K {K} dropout", backward_case(1024, K, torch.bfloat16, dropped)
+    bf16, fp32, both = torch.bfloat16, torch.float32, (("forward", forward_case), ("backward", backward_case))
+    for name, case in both:
+        yield from ((f"{name} K {K} dropout", case(1024, K, bf16, dropped)) for K in (64, 128, 256))
+        yield from ((f"{name} K {K} tf32 dropout", in_tf32(case(1024, K, fp32, dropped))) for K in (64, 128))
+        yield from ((f"{name} K {K} by distance", case(1024, K, bf16, by_distance)) for K in (64, 128))
+        yield f"{name} K 64 by distance float32", case(1024, 64, fp32, by_distance)
+        for K, V in VALUES:
+            for options in (light, dropped, heavy):
+                yield f"{name} K {K} V {V} {options.__name__}", case(1024, K, bf16, options, V)
+        yield f"{name} K 64 V 128 float32", case(1024, 64, fp32, light, 128)
+        yield f"{name} K 64 V 128 tf32", in_tf32(case(1024, 64, fp32, light, 128))
     for K in (64, 128):
-        yield f"backward K {K} with weights", backward_case(1024, K, torch.bfloat16, light, weights=True)
-    for K in (64, 128):
-        yield f"backward K {K} fast", backward_case(1024, K, torch.bfloat16, light, fast=True)
-        yield f"forward K {K} tf32 dropout", in_tf32(forward_case(1024, K, torch.float32, dropped))
-        yield f"backward K {K} tf32 dropout", in_tf32(backward_case(1024, K, torch.float32, dropped))
-        yield f"backward K {K} tf32 with weights", in_tf32(backward_case(1024, K, torch.float32, light, weights=True))
-        yield f"backward K {K} tf32 fast", in_tf32(backward_case(1024, K, torch.float32, light, fast=True))
+        yield f"backward K {K} with weights", backward_case(1024, K, bf16, light, weights=True)
+        yield f"backward K {K} tf32 with weights", in_tf32(backward_case(1024, K, fp32, light, weights=True))
+        yield f"backward K {K} fast", backward_case(1024, K, bf16, light, fast=True)
+        yield f"backward K {K} tf32 fast", in_tf32(backward_case(1024, K, fp32, light, fast=True))
+    yield "backward K 64 V 128 fast", backward_case(1024, 64, bf16, light, 128, fast=True)
     for K, V in VALUES:
-        sizes = f"K {K} V {V}"
-        for options in (light, dropped, heavy):
-            yield f"forward {sizes} {options.__name__}", forward_case(1024, K, torch.bfloat16, options, V)
-            yield f"backward {sizes} {options.__name__}", backward_case(1024, K, torch.bfloat16, options, V=V)
         for name in ("mask gradient", "decode", "decode few"):
-            yield f"{name} {sizes}", smaller_case(name, K, torch.bfloat16, V)
-    for kind, case in (("float32", lambda each: each), ("tf32", in_tf32)):
-        yield f"forward K 64 V 128 {kind}", case(forward_case(1024, 64, torch.float32, light, 128))
-        yield f"backward K 64 V 128 {kind}", case(backward_case(1024, 64, torch.float32, light, V=128))
-    yield "backward K 64 V 128 fast", backward_case(1024, 64, torch.bfloat16, light, fast=True, V=128)
-    for K in (64, 128):
-        yield f"forward K {K} by distance", forward_case(1024, K, torch.bfloat16, by_distance)
-        yield f"backward K {K} by distance", backward_case(1024, K, torch.bfloat16, by_distance)
+            yield f"{name} K {K} V {V}", smaller_case(name, K, bf16, V)
     for K in (64, 128, 256):
-        yield f"bias gradient K {K}", distance_case("bias gradient", K, torch.bfloat16)
-        yield f"decode K {K} by distance", distance_case("decode", K, torch.bfloat16)
-    yield "forward K 64 by distance float32", forward_case(1024, 64, torch.float32, by_distance)
-    yield "backward K 64 by distance float32", backward_case(1024, 64, torch.float32, by_distance)
-    for kind, case in (("float32", lambda each: each), ("tf32", in_tf32)):
-        yield f"bias gradient K 64 {kind}", case(distance_case("bias gradient", 64, torch.float32))
-    yield "forward K 72, no power of two", forward_case(400, 72, torch.bfloat16, light)
+        yield f"bias gradient K {K}", distance_case("bias gradient", K, bf16)
+        yield f"decode K {K} by distance", distance_case("decode", K, bf16)
+    yield "bias gradient K 64 float32", distance_case("bias gradient", 64, fp32)
+    yield "bias gradient K 64 tf32", in_tf32(distance_case("bias gradient", 64, fp32))
+    yield "forward K 72, no power of two", forward_case(400, 72, bf16, light)
     each = meta(B, dtype=torch.int64)
     yield (
         "bounds",

@@ -1,10 +1,11 @@
 """Launches of the kernels that work row by row: norms, feed-forward, embedding, rotary and the output loss.
 
-Every launch that changes their code: tile, dtype, options, and which gradients are wanted.
+Every launch that changes their code: tile, dtype, options, and the gradients that are computed.
 """
 
 from collections.abc import Callable, Iterator
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -35,60 +36,44 @@ def _name(dtype: torch.dtype) -> str:
 # are not aligned.
 
 
-def _layer_norm(N: int, x: torch.dtype, weight: torch.dtype | None, y: torch.dtype) -> object:
-    row = None if weight is None else meta(N, dtype=weight)
-    return layer_norm.forward(meta(ROWS, N, dtype=x), row, row, 1e-5, y)
-
-
-def _layer_norm_backward(
-    N: int, x: torch.dtype, weight: torch.dtype | None, y: torch.dtype, wants_x: bool = True, wants_weight: bool = True
+def _norm(
+    rms: bool, N: int, x: torch.dtype, weight: torch.dtype | None, y: torch.dtype, gradients: str | None = None
 ) -> object:
+    """Launch forward, or backward with the gradients "x", "weight" or "both"."""
     row, statistic = None if weight is None else meta(N, dtype=weight), meta(ROWS)
-    dtype = weight if wants_weight else None
-    dy, x_ = meta(ROWS, N, dtype=y), meta(ROWS, N, dtype=x)
-    return layer_norm.backward(dy, x_, row, statistic, statistic, x if wants_x else None, dtype, dtype)
+    inputs = meta(ROWS, N, dtype=x), row
+    if gradients is None:
+        return rms_norm.forward(*inputs, 1e-5, y) if rms else layer_norm.forward(*inputs, row, 1e-5, y)
+    dy, dx, dw = meta(ROWS, N, dtype=y), x if gradients != "weight" else None, weight if gradients != "x" else None
+    if rms:
+        return rms_norm.backward(dy, *inputs, statistic, dx, dw)
+    return layer_norm.backward(dy, *inputs, statistic, statistic, dx, dw, dw)
+
+
+def _norm_launches(rms: bool, sizes: list[tuple[int, torch.dtype]], autocast: tuple[int, ...]) -> Cases:
+    cases: list[tuple[str, Any]] = [(f"N {N} {_name(dtype)}", (N, dtype, dtype, dtype)) for N, dtype in sizes]
+    cases += [(f"N {N} autocast", (N, BF16, FP32, FP32)) for N in autocast]
+    cases += [(f"N 1024 no {'weight' if rms else 'parameters'}", (1024, BF16, None, BF16))]
+    for name, arguments in cases:
+        yield f"{name} forward", partial(_norm, rms, *arguments)
+        yield f"{name} backward", partial(_norm, rms, *arguments, "both")
+    if not rms:
+        yield "N 1024 dx only", partial(_norm, rms, 1024, BF16, BF16, BF16, "x")
+    yield f"N 1024 {'dw' if rms else 'dw and db'} only", partial(_norm, rms, 1024, BF16, BF16, BF16, "weight")
 
 
 def layer_norm_cases() -> Cases:
     """Yield a name and a launch on meta tensors."""
     sizes = [(N, BF16) for N in (64, 512, 768, 1024, 1000, 2048, 4096, 8192, 8200, 16384)]
     sizes += [(N, FP32) for N in (512, 768, 1000, 2048, 8192, 16384)] + [(1024, FP16)]
-    for N, dtype in sizes:
-        yield f"N {N} {_name(dtype)} forward", partial(_layer_norm, N, dtype, dtype, dtype)
-        yield f"N {N} {_name(dtype)} backward", partial(_layer_norm_backward, N, dtype, dtype, dtype)
-    for N in (512, 8192):
-        yield f"N {N} autocast forward", partial(_layer_norm, N, BF16, FP32, FP32)
-        yield f"N {N} autocast backward", partial(_layer_norm_backward, N, BF16, FP32, FP32)
-    yield "N 1024 no parameters forward", partial(_layer_norm, 1024, BF16, None, BF16)
-    yield "N 1024 no parameters backward", partial(_layer_norm_backward, 1024, BF16, None, BF16)
-    yield "N 1024 dx only", partial(_layer_norm_backward, 1024, BF16, BF16, BF16, True, False)
-    yield "N 1024 dw and db only", partial(_layer_norm_backward, 1024, BF16, BF16, BF16, False, True)
-
-
-def _rms_norm(N: int, x: torch.dtype, weight: torch.dtype | None, y: torch.dtype) -> object:
-    return rms_norm.forward(meta(ROWS, N, dtype=x), None if weight is None else meta(N, dtype=weight), 1e-5, y)
-
-
-def _rms_norm_backward(
-    N: int, x: torch.dtype, weight: torch.dtype | None, y: torch.dtype, wants_x: bool = True
-) -> object:
-    row = None if weight is None else meta(N, dtype=weight)
-    dy, x_ = meta(ROWS, N, dtype=y), meta(ROWS, N, dtype=x)
-    return rms_norm.backward(dy, x_, row, meta(ROWS), x if wants_x else None, weight)
+    return _norm_launches(False, sizes, (512, 8192))
 
 
 def rms_norm_cases() -> Cases:
     """Yield a name and a launch on meta tensors."""
     sizes = [(N, BF16) for N in (64, 512, 768, 1000, 2048, 4096, 8192, 16384)]
     sizes += [(N, FP32) for N in (512, 2048, 8192, 16384)]
-    for N, dtype in sizes:
-        yield f"N {N} {_name(dtype)} forward", partial(_rms_norm, N, dtype, dtype, dtype)
-        yield f"N {N} {_name(dtype)} backward", partial(_rms_norm_backward, N, dtype, dtype, dtype)
-    yield "N 512 autocast forward", partial(_rms_norm, 512, BF16, FP32, FP32)
-    yield "N 512 autocast backward", partial(_rms_norm_backward, 512, BF16, FP32, FP32)
-    yield "N 1024 no weight forward", partial(_rms_norm, 1024, BF16, None, BF16)
-    yield "N 1024 no weight backward", partial(_rms_norm_backward, 1024, BF16, None, BF16)
-    yield "N 1024 dw only", partial(_rms_norm_backward, 1024, BF16, BF16, BF16, False)
+    return _norm_launches(True, sizes, (512,))
 
 
 def _add_norm(centred: bool, N: int, x: torch.dtype, residual: torch.dtype, dropout_p: float) -> object:
@@ -99,20 +84,14 @@ def _add_norm(centred: bool, N: int, x: torch.dtype, residual: torch.dtype, drop
 
 
 def _add_norm_backward(
-    centred: bool,
-    N: int,
-    x: torch.dtype,
-    residual: torch.dtype,
-    dropout_p: float,
-    has_dy: bool = True,
-    has_ds: bool = True,
+    centred: bool, N: int, x: torch.dtype, residual: torch.dtype, dropout_p: float, grads: str = "dy ds"
 ) -> object:
     s, row, statistic = meta(ROWS, N, dtype=residual), meta(N, dtype=residual), meta(ROWS)
-    dw = residual if has_dy else None
+    dw = residual if "dy" in grads else None
     dtypes = (residual, x if dropout_p > 0.0 or x != residual else None, dw, dw if centred else None)
-    grads = (s if has_dy else None, s if has_ds else None)
+    dy, ds = (s if each in grads else None for each in ("dy", "ds"))
     statistics = (statistic if centred else None, statistic)
-    return dropout_add_norm.backward(*grads, s, row, *statistics, _seed(dropout_p), dropout_p, *dtypes)
+    return dropout_add_norm.backward(dy, ds, s, row, *statistics, _seed(dropout_p), dropout_p, *dtypes)
 
 
 def dropout_add_norm_cases() -> Cases:
@@ -127,10 +106,10 @@ def dropout_add_norm_cases() -> Cases:
             yield f"{name} forward", partial(forward, N, dtype, dtype, DROPOUT)
             yield f"{name} backward pre-norm", partial(backward, N, dtype, dtype, DROPOUT)
             if N in (512, 2048):
-                yield f"{name} backward post-norm", partial(backward, N, dtype, dtype, DROPOUT, True, False)
+                yield f"{name} backward post-norm", partial(backward, N, dtype, dtype, DROPOUT, "dy")
                 yield f"{name} forward no dropout", partial(forward, N, dtype, dtype, 0.0)
                 yield f"{name} backward no dropout", partial(backward, N, dtype, dtype, 0.0)
-        yield f"{norm}N 512 bfloat16 backward sum only", partial(backward, 512, BF16, BF16, DROPOUT, False, True)
+        yield f"{norm}N 512 bfloat16 backward sum only", partial(backward, 512, BF16, BF16, DROPOUT, "ds")
         for N in (512, 8192):
             yield f"{norm}N {N} autocast forward", partial(forward, N, BF16, FP32, DROPOUT)
             yield f"{norm}N {N} autocast backward", partial(backward, N, BF16, FP32, DROPOUT)

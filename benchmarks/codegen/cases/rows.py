@@ -56,7 +56,7 @@ def _norm_launches(rms: bool, sizes: list[tuple[int, torch.dtype]], autocast: tu
     cases += [(f"N 1024 no {'weight' if rms else 'parameters'}", (1024, BF16, None, BF16))]
     for name, arguments in cases:
         yield f"{name} forward", partial(_norm, rms, *arguments)
-        yield f"{name} backward", partial(_norm, rms, *arguments, "both")
+        yield f"{name} backward", partial(_norm, rms, *arguments, gradients="both")
     if not rms:
         yield "N 1024 dx only", partial(_norm, rms, 1024, BF16, BF16, BF16, "x")
     yield f"N 1024 {'dw' if rms else 'dw and db'} only", partial(_norm, rms, 1024, BF16, BF16, BF16, "weight")

@@ -37,7 +37,7 @@ def _name(dtype: torch.dtype) -> str:
 
 
 def _norm(
-    rms: bool, N: int, x: torch.dtype, weight: torch.dtype | None, y: torch.dtype, gradients: str | None = None
+    rms: bool, gradients: str | None, N: int, x: torch.dtype, weight: torch.dtype | None, y: torch.dtype
 ) -> object:
     """Launch forward, or backward with the gradients "x", "weight" or "both"."""
     row, statistic = None if weight is None else meta(N, dtype=weight), meta(ROWS)
@@ -55,11 +55,11 @@ def _norm_launches(rms: bool, sizes: list[tuple[int, torch.dtype]], autocast: tu
     cases += [(f"N {N} autocast", (N, BF16, FP32, FP32)) for N in autocast]
     cases += [(f"N 1024 no {'weight' if rms else 'parameters'}", (1024, BF16, None, BF16))]
     for name, arguments in cases:
-        yield f"{name} forward", partial(_norm, rms, *arguments)
-        yield f"{name} backward", partial(_norm, rms, *arguments, gradients="both")
+        yield f"{name} forward", partial(_norm, rms, None, *arguments)
+        yield f"{name} backward", partial(_norm, rms, "both", *arguments)
     if not rms:
-        yield "N 1024 dx only", partial(_norm, rms, 1024, BF16, BF16, BF16, "x")
-    yield f"N 1024 {'dw' if rms else 'dw and db'} only", partial(_norm, rms, 1024, BF16, BF16, BF16, "weight")
+        yield "N 1024 dx only", partial(_norm, rms, "x", 1024, BF16, BF16, BF16)
+    yield f"N 1024 {'dw' if rms else 'dw and db'} only", partial(_norm, rms, "weight", 1024, BF16, BF16, BF16)
 
 
 def layer_norm_cases() -> Cases:

@@ -214,7 +214,7 @@ def draw(result: Result, folder: Path) -> Path:
         axes.annotate(text, place, (5, 0), textcoords="offset points", va="center", fontsize="small", color=color)
         ends += [worst, best, goal or 1.0]
         cases = f"{len(rows)} case{'s' * (len(rows) > 1)}"
-        labels.append(frames.plain(f"{benchmark.replace('_', ' ')}\nagainst {against}, {cases}"))
+        labels.append(f"{benchmark.replace('_', ' ')}\nagainst {against}, {cases}")
     lowest, highest = min(ends) / 1.15, max(ends)
     axes.axvline(1, color="black", linewidth=0.8)
     axes.set_xscale("log")

@@ -11,7 +11,7 @@ from fastformer.apps.cli.commands import application_function
 from fastformer.apps.cli.console import MAIN_RUN, Checkpoint, Device, RunFolder, app, choose_device, console
 from fastformer.apps.cli.options import INSPECT, App, whole_number
 from fastformer.apps.models.embeddings import sinusoidal_positions
-from fastformer.apps.plots.figure import figure_format
+from fastformer.apps.plots.figure import check_png
 from fastformer.apps.runs.folder import DATA, config_of, read_kind, read_toml, refuse_output
 from fastformer.apps.text.files import read_json
 from fastformer.apps.train import read_metrics
@@ -20,7 +20,7 @@ from fastformer.settings import check_value
 
 _TRANSLATION = "Of translation runs"
 
-Output = Annotated[Path, typer.Option(help="file to write: .png, .pdf or .svg")]
+Output = Annotated[Path, typer.Option(help="file to write: .png")]
 Runs = Annotated[list[Path], typer.Argument(help="run folders")]
 
 plot = App(help="Draw attention maps, positional encodings and learning curves.", no_args_is_help=True)
@@ -50,7 +50,7 @@ def attention(
     from fastformer.apps.plots import save
 
     refuse_output(output, runs=(run,))
-    figure_format(output)
+    check_png(output)
     layers = None if layer is None else _number_or("layer", layer, ("all",))
     heads = _number_or("head", head, ("all", "mean"))
     options = {"text": text, "source": source, "target": target, "kind": kind}
@@ -76,7 +76,7 @@ def positions(
     """Draw the sinusoidal positional encoding, and the similarity of positions."""
     from fastformer.apps.plots import plot_positions, save
 
-    figure_format(output)
+    check_png(output)
     check_value("d_model", d_model, int, at_least=1, at_most=16384)
     check_value("length", length, int, at_least=1, at_most=2048)
     figure = plot_positions(sinusoidal_positions(length, d_model), f"sinusoidal positions, d_model {d_model}")
@@ -89,7 +89,7 @@ def history(runs: Runs, output: Output = Path("history.png")) -> None:
     from fastformer.apps.plots import plot_history, save
 
     refuse_output(output, runs=tuple(runs))
-    figure_format(output)
+    check_png(output)
     curves = {str(run): records for run in runs if (records := _records(run))}
     if not curves:
         raise ValueError(f"{', '.join(map(str, runs))}: no metrics yet, so there is nothing to draw")

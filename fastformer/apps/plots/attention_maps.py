@@ -12,14 +12,13 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 from torch import Tensor
 
-from fastformer.apps.plots.figure import font_families, grid, new_figure, plain, set_title, visible
+from fastformer.apps.plots.figure import grid, new_figure, set_title
 from fastformer.host.devices import device_of
 
 if TYPE_CHECKING:
-    from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-_BAR = (0.0, 0.2, 0.4, 0.6, 0.8, 1.0)  # numbers on the colour bar, fixed because the layout reserves their width
+_TICKS = (0.0, 0.2, 0.4, 0.6, 0.8, 1.0)  # of the colour bar
 _MOST_INCHES = 24.0  # of a grid's panels in one direction, unless a panel would be smaller than its minimum
 _LONGEST_LABEL = 24  # characters
 _INCHES_PER_LINE = 0.14  # of small text, so that adjacent labels do not touch
@@ -50,11 +49,12 @@ class AttentionMaps:
         layer: from 1, None for the last one; or "all". head: from 1; or "all", a panel for each; or "mean", their
         average. Raises ``ValueError`` if there is no such layer or head.
         """
-        weights, panel_names = self.weights, ["layer", "head"]
-        layers, heads = weights.shape[:2]
+        layers, heads = self.weights.shape[:2]
         layer = layers if layer is None else layer
-        _check_choice("layer", layer, layers, ("all",))
-        _check_choice("head", head, heads, ("all", "mean"))
+        for name, value, count, words in (("layer", layer, layers, ("all",)), ("head", head, heads, ("all", "mean"))):
+            if value not in words and not (isinstance(value, int) and 1 <= value <= count):
+                raise ValueError(f"{name} must be 1 to {count} or {' or '.join(words)}, not {value!r}")
+        weights, panel_names = self.weights, ["layer", "head"]
         selection = "all layers" if layer == "all" else f"layer {layer}"
         if head != "all":
             panel_names.remove("head")
@@ -66,11 +66,6 @@ class AttentionMaps:
         begin, end = self.title
         title = f"{begin}, {selection}: {end}"
         return plot_attention(weights, self.keys, self.queries, title, self.axis_names, panel_names)
-
-
-def _check_choice(name: str, value: int | str, count: int, words: tuple[str, ...]) -> None:
-    if value not in words and not (isinstance(value, int) and 1 <= value <= count):
-        raise ValueError(f"{name} must be 1 to {count} or {' or '.join(words)}, not {value!r}")
 
 
 def attend_ids(model: Any, ids: Sequence[int], tokens: Sequence[str], text: str = "") -> AttentionMaps:
@@ -135,29 +130,24 @@ def plot_attention(
         values = weights[index].detach().float().cpu().numpy()
         image = axes.imshow(values, aspect="auto", cmap="viridis", vmin=0.0, vmax=1.0, interpolation="nearest")
         # Only the outer panels carry tokens: every panel of a column and of a row has the same.
-        _set_ticks(axes, "x", keys if number + columns >= count else [], width)
-        _set_ticks(axes, "y", queries if number % columns == 0 else [], height)
+        for axis, labels, inches in (
+            (axes.xaxis, keys if number + columns >= count else [], width),
+            (axes.yaxis, queries if number % columns == 0 else [], height),
+        ):
+            stride = max(1, math.ceil(len(labels) * _INCHES_PER_LINE / inches))
+            axis.set_ticks(range(0, len(labels), stride), labels[::stride], fontsize="small", parse_math=False)
+        axes.tick_params(length=2)
+        axes.tick_params("x", labelrotation=90)
         axes.set_title(", ".join(f"{name} {i + 1}" for name, i in zip(names, index, strict=True)), fontsize="small")
     figure.supxlabel(axis_names[0])
     figure.supylabel(axis_names[1])
     set_title(figure, title)
-    # As thick as a line of text is high, whatever the height of the figure.
-    thickness = max(20, 4 * figure.get_figheight())
-    figure.colorbar(
-        image, ax=panels, label="attention weight", fraction=0.03, pad=0.02, aspect=thickness, ticks=_BAR, format="%.1f"
-    )
+    # As thick as a line of text is high, whatever the height of the figure; fixed numbers, since the layout reserves
+    # their width.
+    bar = {"fraction": 0.03, "pad": 0.02, "aspect": max(20, 4 * figure.get_figheight()), "ticks": _TICKS}
+    figure.colorbar(image, ax=panels, label="attention weight", format="%.1f", **bar)
     return figure
 
 
-def _set_ticks(axes: "Axes", which: Literal["x", "y"], labels: Sequence[str], inches: float) -> None:
-    """Label the positions of an axis of this length; with every n-th label if they would overlap."""
-    stride = max(1, math.ceil(len(labels) * _INCHES_PER_LINE / inches))
-    axis = axes.xaxis if which == "x" else axes.yaxis
-    axis.set_tick_params(length=2, labelrotation=90 if which == "x" else 0)
-    places = range(0, len(labels), stride)
-    axis.set_ticks(places, labels=list(map(plain, labels[::stride])), fontsize="small", fontfamily=font_families())
-
-
 def _label(token: str) -> str:
-    token = visible(token)
     return token if len(token) <= _LONGEST_LABEL else token[: _LONGEST_LABEL - 1] + "…"

@@ -1,10 +1,14 @@
-"""Size, title, labels and files of all figures; text that holds formulas or line ends."""
+"""Figures of training runs and positional encodings, and what all figures share: size, title and file."""
 
-import functools
 import io
+import math
 import textwrap
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor
+from torch.nn.functional import normalize
 
 from fastformer.apps.system.files import write_file
 
@@ -12,39 +16,33 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-_FORMATS = (".png", ".pdf", ".svg")
 DPI = 120
 _CHARACTERS_PER_INCH = 9.0  # of a title
-# matplotlib includes the first font. The rest draw Chinese, Japanese, Korean and emoji, if installed.
-_FONTS = (
-    "DejaVu Sans",
-    "Noto Sans CJK JP",
-    "Noto Sans CJK SC",
-    "WenQuanYi Zen Hei",
-    "Hiragino Sans",
-    "Microsoft YaHei",
-    "Yu Gothic",
-    "Malgun Gothic",
-    "Noto Emoji",
-    "Segoe UI Emoji",
-)
+_LABELS = {
+    "loss": "loss (nats per token)",
+    "perplexity": "validation perplexity",
+    "bleu": "validation BLEU (percent)",
+    "chrf": "validation chrF (percent)",
+}
+_COUNTS = ("step", "epoch", "seconds")
+
+Record = Mapping[str, Any]
 
 
-def figure_format(path: Path | str) -> str:
-    """Return the format of a figure by the file name; raises ``ValueError`` unless it ends in .png, .pdf or .svg."""
-    suffix = Path(path).suffix.lower()
-    if suffix not in _FORMATS:
-        raise ValueError(f"{path}: the name of a figure must end in {', '.join(_FORMATS)}")
-    return suffix[1:]
+def check_png(path: Path | str) -> None:
+    """Raise ValueError for a figure whose name does not end in .png."""
+    if Path(path).suffix.lower() != ".png":
+        raise ValueError(f"{path}: the name of a figure must end in .png")
 
 
 def save(figure: "Figure", path: Path | str) -> Path:
-    """Write a figure as PNG, PDF or SVG, by the file name, and return the path; folders are created.
+    """Write a figure as PNG, completely or not at all, and return the path; folders are created.
 
-    The file is written completely or not at all. Raises ``ValueError`` for the name of another format.
+    Raises ``ValueError`` for a name that does not end in .png.
     """
+    check_png(path)
     path, drawn = Path(path), io.BytesIO()
-    figure.savefig(drawn, dpi=DPI, format=figure_format(path))
+    figure.savefig(drawn, dpi=DPI, format="png")
     path.parent.mkdir(parents=True, exist_ok=True)
     write_file(path, drawn.getvalue())
     return path
@@ -69,26 +67,70 @@ def grid(figure: "Figure", rows: int, columns: int, count: int) -> "list[Axes]":
 
 def set_title(figure: "Figure", title: str) -> None:
     """Write a title above the whole figure, in as many lines as the figure's width requires."""
-    lines = textwrap.wrap(visible(title), int(figure.get_figwidth() * _CHARACTERS_PER_INCH), break_on_hyphens=False)
-    figure.suptitle(plain("\n".join(lines)), fontfamily=font_families())
+    width = int(figure.get_figwidth() * _CHARACTERS_PER_INCH)
+    figure.suptitle(textwrap.fill(title, width, break_on_hyphens=False), parse_math=False)
 
 
-def plain(text: str) -> str:
-    """Escape dollar signs, which begin a formula in matplotlib."""
-    return text.replace("$", r"\$")
+def plot_history(histories: Mapping[str, Sequence[Record]]) -> "Figure":
+    """Draw loss, perplexity and every other validation value over the steps: one panel each, one colour a run.
+
+    Args:
+        histories: {name of a run: records of the run}, as `fastformer.apps.train.read_metrics` returns them. Records of
+            kind "train" are drawn as thin lines, records of kind "validation" with points.
+
+    Raises:
+        ValueError: there is nothing to draw.
+    """
+    values = {name for records in histories.values() for record in records for name in _plottable(record)}
+    panels = [*(name for name in _LABELS if name in values), *sorted(values - _LABELS.keys())]
+    if not panels:
+        raise ValueError("histories holds no record with a loss, perplexity or score; nothing to plot")
+    rows = 1 if len(panels) <= 3 else 2
+    columns = math.ceil(len(panels) / rows)
+    figure = new_figure(5.2 * columns, 3.9 * rows + 0.4 * len(histories) + 0.3)
+    styles = {"train": {"linewidth": 0.8, "alpha": 0.6}, "validation": {"marker": "o", "markersize": 3.5}}
+    lines = {}
+    for axes, name in zip(grid(figure, rows, columns, len(panels)), panels, strict=True):
+        for number, (run, records) in enumerate(histories.items()):
+            for kind, style in styles.items():
+                points = [(x["step"], x[name]) for x in records if x.get("kind") == kind and name in _plottable(x)]
+                if points:
+                    (lines[f"{run}, {kind}"],) = axes.plot(*zip(*points, strict=True), color=f"C{number}", **style)
+        low, high = axes.dataLim.intervaly
+        if name == "perplexity" and high > 2 * low > 0:  # a logarithmic axis of a shorter range has no numbers
+            axes.set_yscale("log")
+        axes.set(xlabel="optimiser step", ylabel=_LABELS.get(name, f"validation {name}"))
+        axes.grid(alpha=0.25)
+    figure.legend(list(lines.values()), list(lines), loc="outside lower center", frameon=False, fontsize="small")
+    return figure
 
 
-def visible(text: str) -> str:
-    r"""Return text in one readable line: ``\n`` and the like for what cannot be printed, ␣ for a text of spaces."""
-    if text and not text.strip(" "):
-        return "␣" * len(text)
-    return "".join(character if character.isprintable() else ascii(character)[1:-1] for character in text)
+def _plottable(record: Record) -> list[str]:
+    numbers = [n for n, v in record.items() if n not in _COUNTS and isinstance(v, int | float)]
+    if record.get("kind") == "train":
+        return [n for n in numbers if n == "loss"]
+    return numbers if record.get("kind") == "validation" else []
 
 
-@functools.cache
-def font_families() -> list[str]:
-    """Return the installed fonts to draw text with, in order of preference."""
-    from matplotlib.font_manager import fontManager
+def plot_positions(encoding: Tensor, title: str = "") -> "Figure":
+    """Draw a positional encoding `[T, D]` and the cosine similarity of positions.
 
-    installed = {font.name for font in fontManager.ttflist}
-    return [name for name in _FONTS if name in installed]
+    Raises ``ValueError`` if encoding does not have two dimensions, or one has size 0.
+    """
+    if encoding.dim() != 2 or 0 in encoding.shape:
+        raise ValueError(f"encoding has shape {list(encoding.shape)}; it must be [T, D], both at least 1")
+    values = encoding.detach().float().cpu()
+    similarity = normalize(values, dim=1) @ normalize(values, dim=1).T
+    limit = float(values.abs().max()) or 1.0
+    figure = new_figure(11.0, 4.4)
+    left, right = figure.subplots(1, 2)
+    for axes, image, label, options in (
+        (left, values, "value", {"aspect": "auto", "cmap": "RdBu_r", "vmin": -limit, "vmax": limit}),
+        (right, similarity, "cosine similarity", {"cmap": "viridis"}),
+    ):
+        drawn = axes.imshow(image.numpy(), interpolation="nearest", **options)
+        figure.colorbar(drawn, ax=axes, label=label)
+    left.set(xlabel="dimension", ylabel="position", title="value of each dimension")
+    right.set(xlabel="position", ylabel="position", title="similarity of positions")
+    set_title(figure, title)
+    return figure

@@ -180,7 +180,7 @@ LATE = [
     ("plot attention --run tr --source the --kind self", "kind must be one of cross, encoder, decoder, not 'self'"),
     ("plot attention --run tr --source the --head 3", "head must be 1 to 2 or all or mean, not 3"),
     ("plot attention --run tr --source=", "source must hold at least one token, not ''"),
-    ("plot attention --run nothing --output p.jpg", "p.jpg: the name of a figure must end in .png, .pdf, .svg"),
+    ("plot attention --run nothing --output p.jpg", "p.jpg: the name of a figure must end in .png"),
     ("plot positions --length 9.0", "length must be a whole number, at least 1 and at most 2,048, not '9.0'"),
     ("plot history tr", "tr: no metrics yet, so there is nothing to draw"),
     ("compare nothing", "nothing is not a run folder"),

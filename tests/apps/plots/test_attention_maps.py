@@ -1,7 +1,5 @@
 """Where a language model and a classifier look: the weights that torch's layers apply, under the right tokens."""
 
-import logging
-
 import pytest
 import torch
 from torch import nn
@@ -65,14 +63,7 @@ def test_a_text_is_read_as_a_prompt_is():
     assert torch.equal(maps.weights, generator.model.attention_maps(torch.tensor(ids)))
     assert attend_text(generator, "").keys == ["<bos>"]
     assert attend_text(words(first_id=3), "on").keys == ["<eos>", "on"]
-
-
-def test_of_a_text_longer_than_the_context_the_last_tokens_are_read(caplog):
-    with caplog.at_level(logging.WARNING, "fastformer"):
-        maps = attend_text(words(context=3), "the cat sat on a mat")
-    assert maps.keys == ["on", "a", "mat"]
-    assert maps.weights.shape[-2:] == (3, 3)
-    assert "the last 3 tokens are read" in caplog.text
+    assert attend_text(words(context=3), "the cat sat on a mat").keys == ["on", "a", "mat"]
 
 
 def test_the_figure_has_the_chosen_layers_and_heads():

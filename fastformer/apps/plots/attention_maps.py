@@ -144,7 +144,12 @@ def plot_attention(
     set_title(figure, title)
     # As thick as a line of text is high, whatever the height of the figure; fixed numbers, since the layout reserves
     # their width.
-    bar = {"fraction": 0.03, "pad": 0.02, "aspect": max(20, 4 * figure.get_figheight()), "ticks": _TICKS}
+    bar: dict[str, Any] = {
+        "fraction": 0.03,
+        "pad": 0.02,
+        "aspect": max(20, 4 * figure.get_figheight()),
+        "ticks": _TICKS,
+    }
     figure.colorbar(image, ax=panels, label="attention weight", format="%.1f", **bar)
     return figure
 

@@ -88,7 +88,10 @@ def plot_history(histories: Mapping[str, Sequence[Record]]) -> "Figure":
     rows = 1 if len(panels) <= 3 else 2
     columns = math.ceil(len(panels) / rows)
     figure = new_figure(5.2 * columns, 3.9 * rows + 0.4 * len(histories) + 0.3)
-    styles = {"train": {"linewidth": 0.8, "alpha": 0.6}, "validation": {"marker": "o", "markersize": 3.5}}
+    styles: dict[str, dict[str, Any]] = {
+        "train": {"linewidth": 0.8, "alpha": 0.6},
+        "validation": {"marker": "o", "markersize": 3.5},
+    }
     lines = {}
     for axes, name in zip(grid(figure, rows, columns, len(panels)), panels, strict=True):
         for number, (run, records) in enumerate(histories.items()):

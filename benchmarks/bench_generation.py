@@ -62,7 +62,7 @@ def bench_generation(race: Race, size: str, context: int, steps: range, goal: fl
     first = model.config.eos_id
 
     def write() -> Tensor:
-        written = sample(model, [[first]], options, context, RandomStreams(0).take([[first]]))
+        written = sample(model, [[first]], options, context, RandomStreams(0))
         return torch.tensor([word for [(_, word)] in written], device=race.device)
 
     words = write()
@@ -129,7 +129,7 @@ def bench_writing(race: Race, size: str, competitor: str, d_model: int, batch: i
     pack_weights(running)
 
     def write() -> list[list[int]]:
-        steps = sample(running, prompts, options, PROMPT + count, RandomStreams(0).take(prompts))
+        steps = sample(running, prompts, options, PROMPT + count, RandomStreams(0))
         return [list(row) for row in zip(*([i for _, i in step] for step in steps), strict=True)]
 
     words = write()

@@ -11,27 +11,16 @@ Letters: B sequences, T tokens (packed: of all sequences together), L longest, D
 """
 
 from dataclasses import KW_ONLY, MISSING
-from typing import Literal, get_args
+from typing import ClassVar, Literal, get_args
 
 import torch
 from torch import Tensor, nn
 
-from fastformer.apps.models.common import (
-    SingleStack,
-    exported,
-    layouts_of,
-    packed_ids,
-    real_of,
-    summed_cross_entropy,
-)
-from fastformer.apps.models.embeddings import Embedding
-from fastformer.apps.models.initialisation import initialise
-from fastformer.apps.models.settings import ModelSettings
+from fastformer.apps.models.common import SingleStack, exported_mask, layouts_of, summed_cross_entropy
+from fastformer.apps.models.settings import ModelSettings, initialise
 from fastformer.apps.models.sizes import LARGEST, MOST_LAYERS
 from fastformer.apps.settings import inherited, setting
 from fastformer.apps.text import LabelledBatch
-from fastformer.nn.layers import TransformerEncoderLayer
-from fastformer.nn.modules import make_norm
 from fastformer.nn.stacks import TransformerEncoder
 from fastformer.packing import Layout
 from fastformer.packing.layout import RowMap
@@ -83,72 +72,36 @@ class TextEncoder(SingleStack):
     """Embedding and encoder without a head; `pool` gives one vector for each sequence."""
 
     stack_name, causal = "encoder", False
-    pools = True  # whether the class pools, and so has the layer of `config.pooler`
+    pools: ClassVar[bool] = True  # and so has the layer of `config.pooler`
+    classifies: ClassVar[bool] = False  # and so has dropout and an output layer
 
     def __init__(self, config: EncoderConfig) -> None:
         super().__init__()
         self.config = config
         c = config
-        self.embedding = Embedding(
-            c.vocabulary,
-            c.d_model,
-            c.embedded_positions,
-            c.max_positions,
-            c.scale_embeddings,
-            c.dropout,
-            c.token_types,
-            make_norm(c.norm, c.d_model, c.norm_eps, c.bias, {}) if c.embedding_norm else None,
+        self.embedding = c.new_embedding(
+            c.vocabulary, types=c.token_types, norm=c.new_norm() if c.embedding_norm else None
         )
-        self.encoder = TransformerEncoder(c.made(TransformerEncoderLayer, causal=False), c.layers, c.final())
-        if c.pooler and self.pools:
-            self.pooler = nn.Linear(c.d_model, c.d_model)
-        self._add_head()
+        self.encoder = c.new_stack(TransformerEncoder, c.layers, causal=False)
+        self.pooler = nn.Linear(c.d_model, c.d_model) if c.pooler and self.pools else None
+        if self.classifies:
+            assert isinstance(c, ClassifierConfig)
+            self.dropout = nn.Dropout(c.dropout)
+            self.output = nn.Linear(c.d_model, c.classes)
         initialise(self, c, output_is_over_vocabulary=False)
-
-    def _add_head(self) -> None:
-        """Make the modules after the encoder."""
-
-    def forward(self, ids: Tensor, lengths: Tensor | Layout, types: Tensor | None = None) -> Tensor:
-        """Compute the hidden states of the real tokens, packed in order: `[T, D]`.
-
-        Args:
-            ids: int64, packed `[T]` or padded at the end `[B, L]`.
-            lengths: int64 `[B]`, on the CPU, so that the host never waits for the device. Zero is allowed, and so is
-                B = 0. Or a `Layout`, which torch.compile needs.
-            types: int64, of the shape of ids: the kind of each token, below `token_types`; None: 0.
-
-        Raises:
-            ValueError: ids has another shape, or a length exceeds the number of learned positions.
-        """
-        if exported(lengths):
-            real = real_of("ids", ids, lengths)
-            return self.encode_padded(ids, real, types)[real]
-        return self.encode(ids, lengths, types)[0]
-
-    def encode(self, ids: Tensor, lengths: Tensor | Layout, types: Tensor | None = None) -> tuple[Tensor, Layout]:
-        """Encode ids, packed `[T]` or padded `[B, L]`; return hidden states `[T, D]` and the layout."""
-        ids, layout = packed_ids("ids", ids, lengths)
-        types = None if types is None else packed_ids("types", types, layout)[0]
-        x = self.embedding(ids, layout.positions, layout.max_length, types)  # [T, D]
-        return self.encoder.packed(x, layout), layout
-
-    def encode_padded(self, ids: Tensor, real: Tensor, types: Tensor | None = None) -> Tensor:
-        """Encode padded ids `[B, L]`, True in `real` `[B, L]`; return hidden states `[B, L, D]`, 0 at padding."""
-        x = self.embedding.padded(ids, types)
-        return self.encoder(x, src_key_padding_mask=~real)  # type: ignore[no-any-return]
 
     def pool(self, ids: Tensor, lengths: Tensor | Layout, types: Tensor | None = None) -> Tensor:
         """Compute a vector of each sequence, `[B, D]`, by `config.pooling`; arguments as for `forward`."""
-        if exported(lengths):
-            counts = lengths.to(ids.device)
-            padded = self.encode_padded(ids, real_of("ids", ids, lengths), types)
+        real = exported_mask("ids", ids, lengths)
+        if real is not None:
+            padded, counts = self.encode_padded(ids, real, types), real.sum(1)
         else:
             hidden, layout = self.encode(ids, lengths, types)
             B, L, counts = layout.batch, layout.max_length, layout.offsets.diff()
             rows = layout.once("sequences from column 0", lambda: RowMap.of(layout.slots, B * L))
             padded = rows.spread(hidden).view(B, L, hidden.shape[1])
         x = self._pool(padded, counts[:, None])
-        return self.pooler(x).tanh() if "pooler" in self._modules else x
+        return x if self.pooler is None else self.pooler(x).tanh()
 
     def _pool(self, padded: Tensor, lengths: Tensor) -> Tensor:
         """Pool hidden states `[B, L, D]`, 0 at padding, of sequences with lengths `[B, 1]` to `[B, D]`."""
@@ -161,38 +114,32 @@ class TextEncoder(SingleStack):
         after = torch.arange(L, device=padded.device) >= lengths  # [B, L]
         return padded.masked_fill(after[..., None], -torch.inf).amax(1).masked_fill(lengths == 0, 0.0)
 
-
-class _Classifier(TextEncoder):
-    """Encoder, dropout and output layer."""
-
-    config: ClassifierConfig
-
-    def _add_head(self) -> None:
-        self.dropout = nn.Dropout(self.config.dropout)
-        self.output = nn.Linear(self.config.d_model, self.config.classes)
-
     def logits(self, hidden: Tensor) -> Tensor:
-        """Project what `forward` returned, `[..., D]`, to logits `[..., C]`."""
+        """Project what `forward` of a classifier returned, `[..., D]`, to logits `[..., C]`."""
         return self.output(hidden)  # type: ignore[no-any-return]
 
 
-class TokenClassifier(_Classifier):
+class TokenClassifier(TextEncoder):
     """A class for every token; `logits(model(ids, lengths))` are the scores of the classes."""
 
-    pools = False
+    config: ClassifierConfig
+    pools, classifies = False, True
 
     def forward(self, ids: Tensor, lengths: Tensor | Layout, types: Tensor | None = None) -> Tensor:
         """Compute the input of the output layer for real tokens: `[T, D]`; arguments as for `TextEncoder`."""
         return self.dropout(super().forward(ids, lengths, types))  # type: ignore[no-any-return]
 
 
-class SequenceClassifier(_Classifier):
+class SequenceClassifier(TextEncoder):
     """A class for every sequence; `logits(model(ids, lengths))` are the scores of the classes.
 
     `pooling` reduces the hidden states of a sequence to one vector: "mean" or "max" over real tokens, for each of the D
     features, or "first", the hidden state of the first token (Devlin et al. put a token for the whole sequence there).
     A sequence without tokens is pooled to 0, so that its logits are the output layer's bias.
     """
+
+    config: ClassifierConfig
+    classifies = True
 
     def forward(self, ids: Tensor, lengths: Tensor | Layout, types: Tensor | None = None) -> Tensor:
         """Compute the input of the output layer for sequences: `[B, D]`; arguments as for `TextEncoder`."""
@@ -216,16 +163,7 @@ def token_classification_loss(model: TokenClassifier, batch: LabelledBatch, labe
 def sequence_classification_loss(
     model: SequenceClassifier, batch: LabelledBatch, label_smoothing: float = 0.0
 ) -> Tensor:
-    """Return the summed cross entropy over sequences whose label is not -100, fp32, in nats.
-
-    `model` may be wrapped (torch.compile, DistributedDataParallel), as long as `model.output` is reachable.
-
-    Raises:
-        ValueError: labels are not `[B]`.
-        IndexError: a label on the CPU is no class.
-    """
-    (layout,) = layouts_of(batch, "lengths")
-    pooled = model(batch.ids, layout)
+    """Return `token_classification_loss` of sequences, whose labels are `[B]`."""
     if batch.labels.dim() != 1:
-        raise ValueError(f"labels must be [{len(pooled)}], one a sequence, not {list(batch.labels.shape)}")
-    return summed_cross_entropy(model.output, pooled, batch.labels, layout, label_smoothing)
+        raise ValueError(f"labels must be [{len(batch)}], one a sequence, not {list(batch.labels.shape)}")
+    return token_classification_loss(model, batch, label_smoothing)  # type: ignore[arg-type]

@@ -1,16 +1,16 @@
 """Language models: the model, sampling with a cache, the text generator, perplexity, and training runs."""
 
-from fastformer.apps.language.evaluation import Perplexity, perplexity
 from fastformer.apps.language.model import CLASSICAL, LanguageConfig, LanguageModel, language_model_loss
 from fastformer.apps.language.run import (
     LanguageDataConfig,
     LanguageRun,
     LanguageTrainConfig,
+    Perplexity,
     evaluate_text,
     load_generator,
+    perplexity,
 )
-from fastformer.apps.language.sampling import SamplingOptions
-from fastformer.apps.language.text_generator import TextGenerator, attend_text
+from fastformer.apps.language.sampling import SamplingOptions, TextGenerator
 
 __all__ = [
     "CLASSICAL",
@@ -22,7 +22,6 @@ __all__ = [
     "Perplexity",
     "SamplingOptions",
     "TextGenerator",
-    "attend_text",
     "evaluate_text",
     "language_model_loss",
     "load_generator",

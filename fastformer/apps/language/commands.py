@@ -22,7 +22,6 @@ from fastformer.apps.cli.options import USE, make_settings, whole_number, with_s
 from fastformer.apps.cli.training import add_training
 from fastformer.apps.language.run import APPLICATION, LanguageRun, evaluate_text, load_generator
 from fastformer.apps.language.sampling import SamplingOptions
-from fastformer.apps.language.text_generator import attend_text
 from fastformer.apps.text.files import checked_lines
 from fastformer.nn import pack_weights
 
@@ -49,8 +48,8 @@ def generate(
 ) -> None:
     """Continue a prompt with a language model, or several prompts at a time.
 
-    Each text is printed, or written to --output, after its prompt, once it and all texts before it are finished. With
-    --no-stop-at-eos, texts may have several lines, and an empty line ends each text.
+    Each text is printed, or written to --output, after its prompt, batch by batch. With --no-stop-at-eos, texts may
+    have several lines, and an empty line ends each text.
     """
     if prompts and prompt_file is not None:
         raise ValueError("give prompts or --prompt-file, not both")
@@ -75,4 +74,4 @@ def evaluate_run(run: Path, checkpoint: str, device: str, texts: Any) -> None:
 
 def attention_of(run: Path, checkpoint: str, device: str, text: str) -> tuple[Callable[..., Any], str]:
     """Return the function that draws the attention maps of a text, and nothing to print."""
-    return attend_text(load_generator(run, checkpoint, device), text).figure, ""
+    return load_generator(run, checkpoint, device).attend(text).figure, ""

@@ -12,22 +12,11 @@ from typing import Any, Literal, get_args
 from torch import Tensor, nn
 
 from fastformer import functional
-from fastformer.apps.models.common import (
-    SingleStack,
-    exported,
-    layouts_of,
-    packed_ids,
-    real_of,
-    summed_cross_entropy,
-    tie,
-)
-from fastformer.apps.models.embeddings import Embedding
-from fastformer.apps.models.initialisation import initialise
-from fastformer.apps.models.settings import ModelSettings
+from fastformer.apps.models.common import SingleStack, layouts_of, summed_cross_entropy, tie
+from fastformer.apps.models.settings import ModelSettings, initialise
 from fastformer.apps.models.sizes import LARGEST, MOST_LAYERS
 from fastformer.apps.settings import inherited, setting
 from fastformer.apps.text import LanguageBatch
-from fastformer.nn.layers import TransformerEncoderLayer
 from fastformer.nn.stacks import TransformerEncoder
 from fastformer.packing import Layout
 
@@ -84,11 +73,8 @@ class LanguageModel(SingleStack):
         super().__init__()
         self.config = config
         c = config
-        embedding_dropout = c.dropout if c.embedding_dropout is None else c.embedding_dropout
-        self.embedding = Embedding(
-            c.vocabulary, c.d_model, c.embedded_positions, c.max_positions, c.scale_embeddings, embedding_dropout
-        )
-        self.decoder = TransformerEncoder(c.made(TransformerEncoderLayer, causal=True), c.layers, c.final())
+        self.embedding = c.new_embedding(c.vocabulary, c.embedding_dropout)
+        self.decoder = c.new_stack(TransformerEncoder, c.layers, causal=True)
         self.output = nn.Linear(c.d_model, c.vocabulary, bias=c.output_bias)
         initialise(self, c)
         tie(self)
@@ -98,8 +84,8 @@ class LanguageModel(SingleStack):
         """Return pairs (module, source) of modules that share a weight: the module takes that of the source."""
         return [(self.output, self.embedding.tokens)] if self.config.embeddings == "tied" else []
 
-    def forward(self, ids: Tensor, lengths: Tensor | Layout) -> Tensor:
-        """Compute the hidden states of the real positions, packed in order: `[T, D]`.
+    def forward(self, ids: Tensor, lengths: Tensor | Layout) -> Tensor:  # type: ignore[override]
+        """Compute the hidden states of the real tokens, packed in order: `[T, D]`.
 
         Args:
             ids: int64, packed `[T]` or padded at the end `[B, length]`.
@@ -109,13 +95,7 @@ class LanguageModel(SingleStack):
         Raises:
             ValueError: ids has another shape, or a length exceeds the number of learned positions.
         """
-        if exported(lengths):
-            real = real_of("ids", ids, lengths)
-            hidden = self.decoder(self.embedding.padded(ids), src_key_padding_mask=~real, is_causal=True)[real]
-        else:
-            ids, layout = packed_ids("ids", ids, lengths)
-            x = self.embedding(ids, layout.positions, layout.max_length)  # [T, D]
-            hidden = self.decoder.packed(x, layout, causal=True)
+        hidden = super().forward(ids, lengths)
         return functional.dropout(hidden, self.config.output_dropout if self.training else 0.0)
 
     def logits(self, hidden: Tensor) -> Tensor:

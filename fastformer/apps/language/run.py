@@ -6,7 +6,9 @@ documents, each between bos and eos; or as a stream of all lines, in training as
 at most `context` tokens. `fastformer.apps.runs.folder` describes the files of a run folder.
 """
 
+import math
 from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
@@ -14,9 +16,8 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from fastformer.apps.language.evaluation import HeldOutText, Perplexity, encode_corpus, perplexity
 from fastformer.apps.language.model import LanguageConfig, LanguageModel, language_model_loss
-from fastformer.apps.language.text_generator import TextGenerator
+from fastformer.apps.language.sampling import TextGenerator
 from fastformer.apps.runs.application import Application
 from fastformer.apps.runs.automatic_settings import CHOSEN, Task
 from fastformer.apps.runs.data_settings import DOCSTRINGS, TO_SPLIT, VOCABULARY, TextConfig
@@ -25,23 +26,28 @@ from fastformer.apps.settings import FolderOrName, Given, inherited, setting
 from fastformer.apps.text import (
     DOCUMENT_KINDS,
     ColumnBatches,
+    EncodedDocuments,
     LanguageBatch,
     LanguageBatches,
     TextCorpus,
     Tokenizer,
     docstring_corpora,
+    encode_lines,
     open_text_dataset,
     read_text,
     split_text,
 )
+from fastformer.apps.text.batches import Pieces, cut_documents
 from fastformer.apps.text.tokenizer import UNK
 from fastformer.apps.text.vocabulary import learn_tokenizer
 from fastformer.apps.train import TrainConfig, Validation
+from fastformer.host.devices import device_of
 from fastformer.settings import check_value
 
 STREAMS = ("documents", "columns")
 Split = Literal["train", "valid", "test"]
 _SPLITS: tuple[Split, ...] = ("train", "valid", "test")
+_EVALUATION_TOKENS = 4096  # in a batch; more did not make it faster on a CPU
 
 
 class LanguageDataConfig(TextConfig):
@@ -169,7 +175,7 @@ class LanguageRun(Run):
 
     def encode(self) -> None:
         (self.tokenizer,) = self.tokenizers
-        self.encoded = encode_corpus(self.corpora["train"], self.tokenizer, self.data.stream)
+        self.encoded = _encode(self.corpora["train"], self.tokenizer, self.data.stream)
 
     def task(self, given: Given) -> Task:
         data, columns = self.data, self.data.stream == "columns"
@@ -215,13 +221,99 @@ class LanguageRun(Run):
         return language_model_loss(model, batch, self.train_config.label_smoothing)
 
     def validation(self) -> Validation:
-        held_out = HeldOutText(self.corpora["valid"], self.tokenizer, self.data.context, self.data.stream)
+        encoded = _encode(self.corpora["valid"], self.tokenizer, self.data.stream)
+        pieces = _cut(encoded, self.data.context, self.data.stream)
 
         def score(model: LanguageModel, indices: NDArray[np.int64]) -> dict[str, float]:
-            result = held_out.perplexity(model, indices)
-            return {"loss": result.nats / result.tokens, "perplexity": result.per_token}
+            chosen = pieces.take(indices)
+            loss = _nats(model, chosen) / chosen.predictions
+            return {"loss": loss, "perplexity": _perplexity(loss)}
 
-        return Validation(len(held_out.pieces), score)
+        return Validation(len(pieces), score)
+
+
+def _encode(corpus: TextCorpus, tokenizer: Tokenizer, stream: str) -> EncodedDocuments:
+    """Encode the documents of a corpus; of a stream, all lines are one document."""
+    documents = [corpus.lines] if stream == "columns" else corpus.documents
+    try:
+        return encode_lines(documents, tokenizer)
+    except ValueError as error:
+        raise ValueError(f"{corpus.name}: {error}") from None
+
+
+def _cut(documents: EncodedDocuments, context: int, stream: str) -> Pieces:
+    """Cut documents into pieces, in which a model predicts every token once."""
+    return cut_documents(documents, context, documents.special_ids.eos_id if stream == "columns" else None)
+
+
+@torch.no_grad()
+def _nats(model: LanguageModel, pieces: Pieces) -> float:
+    """Sum the loss over all predictions."""
+    device, ends, total = device_of(model), np.cumsum(pieces.lengths), 0.0
+    # Batches of whole pieces, with about _EVALUATION_TOKENS tokens each.
+    cuts = np.searchsorted(ends, np.arange(_EVALUATION_TOKENS, ends[-1], _EVALUATION_TOKENS), side="left") + 1
+    for indices in np.split(np.arange(len(pieces)), np.unique(cuts)):
+        if len(indices):
+            total += float(language_model_loss(model, pieces.collate(indices).to(device)))
+    return total
+
+
+def _perplexity(nats: float) -> float:
+    return math.exp(min(nats, 700.0))
+
+
+@dataclass(frozen=True)
+class Perplexity:
+    """The loss of a model on a text.
+
+    Attributes:
+        nats: sum of -log p over the predicted tokens.
+        tokens: number of predicted tokens, eos included.
+        words: number of words between spaces in the same text, with an <eos> a line.
+        unknown: number of predicted tokens that are <unk>.
+    """
+
+    nats: float
+    tokens: int
+    words: int
+    unknown: int
+
+    @property
+    def per_token(self) -> float:
+        """exp(nats / tokens)."""
+        return _perplexity(self.nats / self.tokens)
+
+    @property
+    def per_word(self) -> float:
+        """exp(nats / words), which compares models of different tokenizers without unknown tokens."""
+        return _perplexity(self.nats / self.words)
+
+    def __str__(self) -> str:
+        unknown = f", {self.unknown:,} of them <unk>" if self.unknown else ""
+        text = f"perplexity {self.per_token:.2f} per token ({self.tokens:,} predicted, <eos> counted{unknown})"
+        if self.tokens != self.words:
+            text += f"; {self.per_word:.2f} per word ({self.words:,} words, one <eos> a line counted)"
+        return text
+
+
+def perplexity(model: LanguageModel, corpus: TextCorpus, tokenizer: Tokenizer, context: int, stream: str) -> Perplexity:
+    """Compute the perplexity of a text, of which a model predicts every token once; call `model.eval()` first.
+
+    Args:
+        model: the model.
+        corpus: the text; documents without a token are skipped.
+        tokenizer: the model's tokenizer.
+        context: most tokens that a prediction looks back on.
+        stream: "documents" or "columns", as the model was trained.
+
+    Raises:
+        ValueError: context is below 1, or no document has a token.
+    """
+    documents = _encode(corpus, tokenizer, stream)
+    pieces = _cut(documents, context, stream)
+    unknown = int(np.count_nonzero(documents.documents.ids == tokenizer.unk_id))
+    # Each skipped document is a line without a token, of which corpus.words counts the <eos>.
+    return Perplexity(_nats(model, pieces), pieces.predictions, corpus.words - documents.dropped, unknown)
 
 
 def load_generator(folder: Path | str, checkpoint: str = "best", device: torch.device | str = "cpu") -> TextGenerator:

@@ -6,7 +6,6 @@ from typing import Any
 
 from fastformer.apps.language.run import load_generator
 from fastformer.apps.language.sampling import SamplingOptions
-from fastformer.apps.language.text_generator import attend_text
 from fastformer.apps.plots.attention_maps import AttentionMaps
 from fastformer.apps.serve.served_model import ServedModel, once_each
 from fastformer.nn import pack_weights
@@ -35,4 +34,4 @@ class Served(ServedModel):
 
     def attention(self, text: str) -> AttentionMaps:
         """Return the weights with which the token after each token is predicted."""
-        return attend_text(self.generator, text)
+        return self.generator.attend(text)

@@ -1,10 +1,10 @@
-"""Functions and the base class shared by the models: ids in packed form, losses, attention maps.
+"""Functions and the base class shared by the models: ids in packed form, losses, tied weights, attention maps.
 
-Letters: B batch, H heads, L layers, T packed positions, S positions attended to, D model width, V vocabulary.
+Letters: B batch, H heads, T packed positions, S positions attended to, D model width, V vocabulary.
 """
 
 from collections.abc import Sequence
-from typing import Any, ClassVar, TypeGuard
+from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -34,13 +34,13 @@ def tie(model: Any, _keys: object = None) -> None:
 
 def check_tokenizer(side: str, tokenizer: Tokenizer, size: int, config: Any = None) -> None:
     """Raise ValueError unless a tokenizer has `size` entries, and the special ids of `config` if that is given."""
-    name = f"the {side} tokenizer" if side else "the tokenizer"
-    if tokenizer.size != size:
-        raise ValueError(f"{name} has {tokenizer.size} entries, the model {size}")
-    for each in ("pad_id", "bos_id", "eos_id") if config is not None else ():
-        tokenizer_id, model_id = getattr(tokenizer, each), getattr(config, each)
-        if tokenizer_id != model_id:
-            raise ValueError(f"{name} has {each} {tokenizer_id}, the model {model_id}")
+    expected = {"size": size}
+    if config is not None:
+        expected |= {name: getattr(config, name) for name in ("pad_id", "bos_id", "eos_id")}
+    for name, number in expected.items():
+        if (found := getattr(tokenizer, name)) != number:
+            what = f"{found} entries" if name == "size" else f"{name} {found}"
+            raise ValueError(f"the {f'{side} tokenizer'.strip()} has {what}, the model {number}")
 
 
 def packed_ids(name: str, ids: Tensor, lengths: Tensor | Layout) -> tuple[Tensor, Layout]:
@@ -60,16 +60,13 @@ def packed_ids(name: str, ids: Tensor, lengths: Tensor | Layout) -> tuple[Tensor
     return ids, layout
 
 
-def exported(lengths: Tensor | Layout) -> TypeGuard[Tensor]:
-    """Return whether torch.export traces a model with a tensor of lengths, from which no layout can be made.
+def exported_mask(name: str, ids: Tensor, lengths: Tensor | Layout) -> Tensor | None:
+    """Return the mask of the real tokens of padded ids, bool `[B, length]`, if torch.export traces a model; else None.
 
-    The models then run padded, with equal results.
+    No layout can be made of lengths that are traced. The models then run padded, with equal results.
     """
-    return exporting() and not isinstance(lengths, Layout)
-
-
-def real_of(name: str, ids: Tensor, lengths: Tensor) -> Tensor:
-    """Return the mask of the real tokens of padded ids, bool `[B, length]`; raise ValueError for another shape."""
+    if not exporting() or isinstance(lengths, Layout):
+        return None
     if ids.dim() != 2:
         raise ValueError(f"{name} must be padded [B, length] for torch.export, not {list(ids.shape)}")
     return torch.arange(ids.shape[1], device=ids.device) < lengths.to(ids.device)[:, None]
@@ -112,17 +109,38 @@ def check_sequences(**ids: Tensor) -> None:
 
 
 class SingleStack(nn.Module):
-    """Base of models that have one embedding and one stack.
-
-    Attributes:
-        embedding: embedding of the ids.
-        stack_name: name of the attribute that holds the stack.
-        causal: whether the stack is a decoder.
-    """
+    """Base of models with one embedding and one stack, the attribute `stack_name`; a decoder is causal."""
 
     embedding: Embedding
     stack_name: ClassVar[str]
     causal: ClassVar[bool]
+
+    def forward(self, ids: Tensor, lengths: Tensor | Layout, types: Tensor | None = None) -> Tensor:
+        """Compute the hidden states of the real tokens, packed in order: `[T, D]`.
+
+        Args:
+            ids: int64, packed `[T]` or padded at the end `[B, length]`.
+            lengths: int64 `[B]`, on the CPU, so that the host never waits for the device. Zero is allowed, and so is
+                B = 0. Or a `Layout`, which torch.compile needs.
+            types: int64, of the shape of ids: the type of each token, for embeddings with types; None: 0.
+
+        Raises:
+            ValueError: ids has another shape, or a length exceeds the number of learned positions.
+        """
+        real = exported_mask("ids", ids, lengths)
+        return self.encode(ids, lengths, types)[0] if real is None else self.encode_padded(ids, real, types)[real]
+
+    def encode(self, ids: Tensor, lengths: Tensor | Layout, types: Tensor | None = None) -> tuple[Tensor, Layout]:
+        """Return the hidden states of the real tokens `[T, D]` and the layout; arguments as of `forward`."""
+        ids, layout = packed_ids("ids", ids, lengths)
+        types = None if types is None else packed_ids("types", types, layout)[0]
+        x = self.embedding(ids, layout.positions, layout.max_length, types)  # [T, D]
+        return getattr(self, self.stack_name).packed(x, layout, causal=self.causal), layout
+
+    def encode_padded(self, ids: Tensor, real: Tensor, types: Tensor | None = None) -> Tensor:
+        """Return the hidden states `[B, length, D]` of padded ids, 0 where `real` `[B, length]` is False."""
+        stack, x = getattr(self, self.stack_name), self.embedding.padded(ids, types)
+        return stack(x, src_key_padding_mask=~real, is_causal=self.causal)  # type: ignore[no-any-return]
 
     @torch.no_grad()
     def attention_maps(self, ids: Tensor) -> Tensor:

@@ -4,14 +4,13 @@ Letters: T packed tokens, D model width, V vocabulary.
 """
 
 import math
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fastformer import functional
-from fastformer.apps.models.sizes import LARGEST
 from fastformer.host.devices import device_with_fp64
 from fastformer.modes import compiling
 from fastformer.nn.inspection import plain
@@ -30,9 +29,9 @@ def sinusoidal_positions(
     before all cosines, as in Tensor2Tensor and Marian.
     """
     device = torch.get_default_device() if device is None else torch.device(device)
-    exact = {"dtype": torch.float64, "device": device_with_fp64(device)}
-    frequencies = torch.exp(torch.arange(0, width, 2, **exact) * (-math.log(10000.0) / width))  # type: ignore[call-overload]
-    angles = torch.arange(length, **exact)[:, None] * frequencies  # type: ignore[call-overload]  # [length, ceil(D / 2)]
+    exact: Any = {"dtype": torch.float64, "device": device_with_fp64(device)}
+    frequencies = torch.exp(torch.arange(0, width, 2, **exact) * (-math.log(10000.0) / width))
+    angles = torch.arange(length, **exact)[:, None] * frequencies  # [length, ceil(D / 2)]
     waves = angles.sin(), angles.cos()
     table = torch.cat(waves, -1) if halves else torch.stack(waves, -1).flatten(1)
     return table[:, :width].float().to(device)
@@ -40,10 +39,10 @@ def sinusoidal_positions(
 
 def _is_plain_lookup(module: nn.Module | None) -> bool:
     """Return whether a module only takes rows of its weight, forward and backward; True for None."""
-    if module is None:
-        return True
     options = ("padding_idx", "max_norm", "scale_grad_by_freq", "sparse")
-    return plain(module, nn.Embedding) and all(getattr(module, name) in (None, False) for name in options)
+    return module is None or (
+        plain(module, nn.Embedding) and all(getattr(module, name) in (None, False) for name in options)
+    )
 
 
 class Embedding(nn.Module):
@@ -67,8 +66,6 @@ class Embedding(nn.Module):
     """
 
     table: Tensor
-    adds_positions: bool = True
-    halves: bool = False
 
     def __init__(
         self,
@@ -82,19 +79,12 @@ class Embedding(nn.Module):
         norm: nn.Module | None = None,
     ) -> None:
         super().__init__()
-        for name, value in (("vocabulary", vocabulary), ("width", width), ("max_length", max_length)):
-            check_value(name, value, int, at_least=1, at_most=LARGEST)
         check_value("positions", positions, str, choices=get_args(Positions))
-        check_value("scale", scale, bool)
-        check_value("dropout", dropout, float, at_least=0, below=1)
-        check_value("types", types, int, at_least=0, at_most=LARGEST)
         self.tokens = nn.Embedding(vocabulary, width)
         self.positions = nn.Embedding(max_length, width) if positions == "learned" else None
         self.width, self.adds_positions, self.halves = width, positions != "none", positions == "sinusoidal_halves"
-        if types:
-            self.types = nn.Embedding(types, width)
-        if norm is not None:
-            self.norm = norm
+        self.types = nn.Embedding(types, width) if types else None
+        self.norm = norm
         self.scale = math.sqrt(width) if scale else 1.0
         self.dropout = nn.Dropout(dropout)
         # Not part of the checkpoint: it follows from the width.
@@ -110,22 +100,22 @@ class Embedding(nn.Module):
         Raises:
             ValueError: length exceeds the learned positions, or types are given to an embedding without them.
         """
-        if types is not None and "types" not in self._modules:
+        if types is not None and self.types is None:
             raise ValueError("types must be None for an embedding without types")
+        encodings = self.encodings(length) if self.adds_positions else None
         lookups = _is_plain_lookup(self.tokens) and _is_plain_lookup(self.positions)
-        if lookups and plain(self.dropout, nn.Dropout) and not {"types", "norm"} & self._modules.keys():
+        if lookups and plain(self.dropout, nn.Dropout) and self.types is None and self.norm is None:
+            added = () if encodings is None else (encodings, positions)
             p = self.dropout.p if self.dropout.training else 0.0
-            added = (self.encodings(length), positions) if self.adds_positions else ()
             return functional.embedding(ids, self.tokens.weight, *added, scale=self.scale, dropout_p=p)
         x = self.tokens(ids) * self.scale
         if self.positions is not None:
-            self._check_length(length)
             x = x + self.positions(positions)
-        elif self.adds_positions:
-            x = x + F.embedding(positions, self.encodings(length))
-        if "types" in self._modules:
+        elif encodings is not None:
+            x = x + F.embedding(positions, encodings)
+        if self.types is not None:
             x = x + (self.types.weight[0] if types is None else self.types(types))
-        return self.dropout(self.norm(x) if "norm" in self._modules else x)  # type: ignore[no-any-return]
+        return self.dropout(x if self.norm is None else self.norm(x))  # type: ignore[no-any-return]
 
     def padded(self, ids: Tensor, types: Tensor | None = None) -> Tensor:
         """Embed ids `[B, length]` at positions from 0: `[B, length, D]`."""
@@ -136,13 +126,15 @@ class Embedding(nn.Module):
         """Return the encodings of the first `length` positions or more: `[length or more, D]`.
 
         Raises:
-            ValueError: the embedding adds no positions, or length exceeds the learned positions.
+            ValueError: length exceeds the learned positions.
         """
-        if not self.adds_positions:
-            raise ValueError("these embeddings have no encodings: no positions are added to them")
         if self.positions is not None:
-            self._check_length(length)
-            return self.positions.weight
+            weight: Tensor | None = getattr(self.positions, "weight", None)
+            if weight is None:  # a user's module, of any number of positions
+                return self.table
+            if length > len(weight):
+                raise ValueError(f"a sequence of {length} is longer than max_length, {len(weight)}")
+            return weight
         if compiling():
             # A table that grows, here or in other calls, would need another graph each time.
             like = next(self.parameters())
@@ -155,9 +147,3 @@ class Embedding(nn.Module):
                 table = sinusoidal_positions(rows, self.width, halves=self.halves)
                 self.table = table.to(next(self.parameters()).device, self.table.dtype)
         return self.table
-
-    def _check_length(self, length: int) -> None:
-        """Raise ValueError if learned positions are fewer; a user's module without a weight may have any number."""
-        rows = getattr(self.positions, "weight", None)
-        if rows is not None and length > len(rows):
-            raise ValueError(f"a sequence of {length} is longer than max_length, {len(rows)}")

@@ -1,28 +1,33 @@
-"""The settings that all models have, and the layers constructed from them.
+"""The settings that all models have, and the embeddings, layers and initial values that follow from them.
 
 Letters: D model width, F feed-forward width.
 """
 
+from collections.abc import Callable
 from dataclasses import fields
-from typing import Any, TypeVar, get_args
+from typing import Any, Literal, TypeVar, get_args
 
-from torch import nn
+from torch import Tensor, nn
 
-from fastformer.apps.models.embeddings import Positions
-from fastformer.apps.models.initialisation import RANGES, Initialisation
+from fastformer.apps.models.embeddings import Embedding, Positions
 from fastformer.apps.models.sizes import LARGEST
 from fastformer.apps.settings import SET, Settings, refuse_idle, setting
 from fastformer.functional.attention.rules import SOFTCAPS
 from fastformer.nn.activations import FUNCTIONS, is_gated
 from fastformer.nn.layers import TransformerDecoderLayer, TransformerEncoderLayer
 from fastformer.nn.modules import make_norm
-from fastformer.nn.options import NORMS, LayerOptions
+from fastformer.nn.options import NORMS
 from fastformer.nn.position_bias import ALiBi, RelativeBias
 from fastformer.nn.rotary import Llama3Scaling, Rotary
+from fastformer.nn.stacks import TransformerDecoder, TransformerEncoder
 
-_Layer = TypeVar("_Layer", TransformerEncoderLayer, TransformerDecoderLayer)
+Initialisation = Literal["xavier_uniform", "xavier_normal", "normal", "uniform"]
+_Stack = TypeVar("_Stack", TransformerEncoder, TransformerDecoder)
+_LAYERS: dict[Any, Any] = {TransformerEncoder: TransformerEncoderLayer, TransformerDecoder: TransformerDecoderLayer}
 _IN_ATTENTION = ("rotary", "alibi", "relative")  # positions that attention applies, not the embeddings
+_LAYER_OPTIONS = ("norm", "kv_heads", "head_size", "qkv_bias", "qk_norm", "softcap", "sinks")
 _ROTARY, _RELATIVE = {"positions": "rotary"}, {"positions": "relative"}
+_RANGES = {"normal": 0.02, "uniform": 0.1}  # defaults of the distributions with a range
 
 
 class ModelSettings(Settings, kw_only=True):
@@ -82,7 +87,7 @@ class ModelSettings(Settings, kw_only=True):
         None,
         "uniform: from -range to range, unset: 0.1; normal: deviation, unset: 0.02",
         above=0,
-        only={"initialisation": tuple(RANGES)},
+        only={"initialisation": tuple(_RANGES)},
     )
     embedding_initialisation: str | None = setting(
         None,
@@ -94,7 +99,7 @@ class ModelSettings(Settings, kw_only=True):
         None,
         "initialisation_range of the embeddings; normal, unset: 1/sqrt(d_model)",
         above=0,
-        only={"embedding_initialisation": tuple(RANGES)},
+        only={"embedding_initialisation": tuple(_RANGES)},
     )
 
     def __post_init__(self) -> None:
@@ -121,47 +126,6 @@ class ModelSettings(Settings, kw_only=True):
         return self.max_positions if self.positions == "learned" else None
 
     @property
-    def embedded_positions(self) -> Positions:
-        """The encoding that is added to the embeddings."""
-        return "none" if self.positions in _IN_ATTENTION else self.positions  # type: ignore[return-value]
-
-    @property
-    def layer(self) -> tuple[Any, ...]:
-        """The positional arguments of a layer's constructor, as in torch.nn."""
-        shape = self.d_model, self.heads, self.feed_forward, self.dropout, self.activation
-        return *shape, self.norm_eps, True, self.norm_first, self.bias
-
-    def options(self, causal: bool) -> LayerOptions:
-        """Return the keyword arguments of a layer's constructor that differ from torch.nn's defaults; {} by default.
-
-        causal: whether self-attention is causal.
-        """
-        names = "norm", "kv_heads", "head_size", "qkv_bias", "qk_norm", "softcap", "sinks"
-        defaults = {f.name: f.default for f in fields(ModelSettings)}
-        options: Any = {name: getattr(self, name) for name in names if getattr(self, name) != defaults[name]}
-        if self.window is not None:
-            options["window"] = (self.window, self.window)
-        if self.positions == "rotary":
-            options["rotary"] = self.rotary
-        elif self.positions == "alibi":
-            options["position_bias"] = ALiBi(self.heads)
-        elif self.positions == "relative":
-            options["position_bias"] = RelativeBias(
-                self.heads, self.relative_buckets, self.relative_distance, bidirectional=not causal
-            )
-        return options  # type: ignore[no-any-return]
-
-    def made(self, layer: type[_Layer], causal: bool) -> _Layer:
-        """Return a new layer of a class, with each dropout rate set; torch's constructor takes only one rate."""
-        module: Any = layer(*self.layer, **self.options(causal))
-        if self.attention_dropout is not None:
-            for attention in module.attentions:
-                attention.dropout = self.attention_dropout
-        if self.activation_dropout is not None:
-            module.dropout.p = self.activation_dropout
-        return module  # type: ignore[no-any-return]
-
-    @property
     def rotary(self) -> Rotary:
         """The rotation of queries and keys if positions are "rotary"."""
         factor, original = self.rotary_scaling, self.rotary_original
@@ -174,9 +138,39 @@ class ModelSettings(Settings, kw_only=True):
         """The width of a head."""
         return self.d_model // self.heads if self.head_size is None else self.head_size
 
-    def final(self) -> nn.Module | None:
-        """Return a new norm for after the last layer of a stack; None without `final_norm`."""
-        return make_norm(self.norm, self.d_model, self.norm_eps, self.bias, {}) if self.final_norm else None
+    def new_norm(self) -> nn.Module:
+        """Return a new norm of D numbers."""
+        return make_norm(self.norm, self.d_model, self.norm_eps, self.bias, {})
+
+    def new_embedding(self, vocabulary: int, dropout: float | None = None, **options: Any) -> Embedding:
+        """Return a new embedding; dropout: unset, that of the settings. options: of `Embedding`."""
+        positions: Any = "none" if self.positions in _IN_ATTENTION else self.positions
+        rate = self.dropout if dropout is None else dropout
+        sizes = vocabulary, self.d_model, positions, self.max_positions
+        return Embedding(*sizes, self.scale_embeddings, rate, **options)
+
+    def new_stack(self, kind: type[_Stack], layers: int, causal: bool) -> _Stack:
+        """Return a new stack of layers; causal: whether self-attention is causal."""
+        # Only what differs from torch.nn's defaults: a layer without options draws other random numbers.
+        defaults = {item.name: item.default for item in fields(ModelSettings)}
+        options = {name: value for name in _LAYER_OPTIONS if (value := getattr(self, name)) != defaults[name]}
+        if self.window is not None:
+            options["window"] = (self.window, self.window)
+        if self.positions == "rotary":
+            options["rotary"] = self.rotary
+        elif self.positions == "alibi":
+            options["position_bias"] = ALiBi(self.heads)
+        elif self.positions == "relative":
+            buckets = self.relative_buckets, self.relative_distance
+            options["position_bias"] = RelativeBias(self.heads, *buckets, bidirectional=not causal)
+        sizes = self.d_model, self.heads, self.feed_forward, self.dropout, self.activation, self.norm_eps
+        layer = _LAYERS[kind](*sizes, True, self.norm_first, self.bias, **options)
+        if self.attention_dropout is not None:  # torch.nn's constructor takes one rate for all
+            for attention in layer.attentions:
+                attention.dropout = self.attention_dropout
+        if self.activation_dropout is not None:
+            layer.dropout.p = self.activation_dropout
+        return kind(layer, layers, self.new_norm() if self.final_norm else None)
 
     def numbers_in_layers(self, layers: int, cross_attention: bool = False) -> int:
         """Return the number of elements in the weight matrices of a stack."""
@@ -185,3 +179,36 @@ class ModelSettings(Settings, kw_only=True):
         bias = self.heads * self.relative_buckets if self.positions == "relative" else 0
         widths = 3 if is_gated(self.activation) else 2
         return int(layers * (attention * (2 if cross_attention else 1) + bias + widths * D * F))
+
+
+def initialise(model: nn.Module, settings: ModelSettings, output_is_over_vocabulary: bool = True) -> None:
+    """Draw all weight matrices of a model, in the order of its parameters; the bias of its output becomes 0.
+
+    By default, embeddings are drawn from N(0, 1/D), so that tied logits start near 1, and every other matrix as set by
+    `initialisation`. `embedding_initialisation` changes the distribution of embeddings, learned positions included, and
+    of an output projection over the vocabulary, as the classical recipes do. The model's output is not tied yet.
+    """
+    matrices = _distribution(settings.initialisation, settings.initialisation_range, _RANGES["normal"])
+    embeddings = _distribution(
+        settings.embedding_initialisation or "normal", settings.embedding_range, settings.d_model**-0.5
+    )
+    of_embeddings: tuple[str, ...] = ("tokens.weight", "positions.weight", "types.weight")
+    if output_is_over_vocabulary and settings.embedding_initialisation is not None:
+        of_embeddings += ("output.weight",)
+    for name, parameter in model.named_parameters():
+        if name.endswith(of_embeddings):
+            embeddings(parameter)
+        elif parameter.dim() > 1:
+            matrices(parameter)
+        elif name == "output.bias":
+            nn.init.zeros_(parameter)
+
+
+def _distribution(how: str, width: float | None, deviation: float) -> Callable[[Tensor], Tensor]:
+    """Return the function that fills a matrix; `deviation` is that of "normal" without a range."""
+    if how == "normal":
+        return lambda w: nn.init.normal_(w, std=deviation if width is None else width)
+    if how == "uniform":
+        bound = _RANGES["uniform"] if width is None else width
+        return lambda w: nn.init.uniform_(w, -bound, bound)
+    return nn.init.xavier_uniform_ if how == "xavier_uniform" else nn.init.xavier_normal_

@@ -14,21 +14,17 @@ from torch import Tensor, nn
 
 from fastformer.apps.models.common import (
     check_sequences,
-    exported,
+    exported_mask,
     layouts_of,
     packed_ids,
-    real_of,
     summed_cross_entropy,
     tie,
 )
-from fastformer.apps.models.embeddings import Embedding
-from fastformer.apps.models.initialisation import initialise
-from fastformer.apps.models.settings import ModelSettings
+from fastformer.apps.models.settings import ModelSettings, initialise
 from fastformer.apps.models.sizes import LARGEST, MOST_LAYERS
 from fastformer.apps.settings import inherited, setting
 from fastformer.apps.text import Batch, Batches, EncodedPairs
 from fastformer.host.devices import device_of
-from fastformer.nn.layers import TransformerDecoderLayer, TransformerEncoderLayer
 from fastformer.nn.stacks import TransformerDecoder, TransformerEncoder
 from fastformer.packing import Layout
 
@@ -90,17 +86,12 @@ class TranslationModel(nn.Module):
         super().__init__()
         self.config = config
         c = config
-
-        def embedding(vocabulary: int) -> Embedding:
-            return Embedding(
-                vocabulary, c.d_model, c.embedded_positions, c.max_positions, c.scale_embeddings, c.dropout
-            )
-
-        layers = c.made(TransformerEncoderLayer, causal=False), c.made(TransformerDecoderLayer, causal=True)
-        self.source_embedding = embedding(c.source_vocabulary)
-        self.target_embedding = embedding(c.target_vocabulary)
-        self.encoder = TransformerEncoder(layers[0], c.encoder_layers, c.final())
-        self.decoder = TransformerDecoder(layers[1], c.decoder_layers, c.final())
+        # Stacks first: the order decides which random numbers are left for the initial values.
+        encoder = c.new_stack(TransformerEncoder, c.encoder_layers, causal=False)
+        decoder = c.new_stack(TransformerDecoder, c.decoder_layers, causal=True)
+        self.source_embedding = c.new_embedding(c.source_vocabulary)
+        self.target_embedding = c.new_embedding(c.target_vocabulary)
+        self.encoder, self.decoder = encoder, decoder
         self.output = nn.Linear(c.d_model, c.target_vocabulary, bias=c.output_bias)
         initialise(self, c)
         tie(self)
@@ -134,20 +125,17 @@ class TranslationModel(nn.Module):
             target_in: int64 ids that begin with bos, packed `[T]` or padded `[B, T]`.
             target_lengths: likewise.
         """
-        if exported(source_lengths) and exported(target_lengths):
-            return self._forward_padded(source, real_of("source", source, source_lengths), target_in, target_lengths)
+        keys = exported_mask("source", source, source_lengths)
+        queries = exported_mask("target_in", target_in, target_lengths)
+        if keys is not None and queries is not None:
+            memory = self.encoder(self.source_embedding.padded(source), src_key_padding_mask=~keys)
+            masks = {"tgt_key_padding_mask": ~queries, "memory_key_padding_mask": ~keys}
+            x = self.target_embedding.padded(target_in)
+            return self.decoder(x, memory, **masks, tgt_is_causal=True)[queries]  # type: ignore[no-any-return]
         memory, source_layout = self.encode(source, source_lengths)
         ids, layout = packed_ids("target_in", target_in, target_lengths)
         x = self.target_embedding(ids, layout.positions, layout.max_length)
         return self.decoder.packed(x, layout, memory, source_layout)
-
-    def _forward_padded(self, source: Tensor, keys: Tensor, target_in: Tensor, target_lengths: Tensor) -> Tensor:
-        """Compute `forward` on padded tensors; `keys`: bool `[B, S]`, True at real source positions."""
-        queries = real_of("target_in", target_in, target_lengths)
-        memory = self.encoder(self.source_embedding.padded(source), src_key_padding_mask=~keys)
-        x = self.target_embedding.padded(target_in)
-        masks = {"tgt_key_padding_mask": ~queries, "memory_key_padding_mask": ~keys}
-        return self.decoder(x, memory, **masks, tgt_is_causal=True)[queries]  # type: ignore[no-any-return]
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Project hidden states `[..., D]` to logits `[..., V]`."""

@@ -170,7 +170,7 @@ def test_perplexity_of_a_stream_is_that_of_a_plain_loop(
     tmp_path: Path, data: LanguageDataConfig, context: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Batches are cut anywhere between windows."""
-    monkeypatch.setattr("fastformer.apps.language.evaluation._EVALUATION_TOKENS", 50)
+    monkeypatch.setattr("fastformer.apps.language.run._EVALUATION_TOKENS", 50)
     run = LanguageRun(tmp_path, data, MODEL, TRAIN)
     model, tokenizer, corpus = run.new_model().double().eval(), run.tokenizer, run.corpora["test"]
     found = perplexity(model, corpus, tokenizer, context, "columns")

@@ -152,7 +152,7 @@ def test_streams_depend_on_seed_prompt_and_copy_alone():
 def texts(model, prompts, options, context=6, **arguments):
     """Ids that follow each prompt."""
     found = [[] for _ in prompts]
-    for step in sample(model, prompts, options, context, RandomStreams(options.seed).take(prompts), **arguments):
+    for step in sample(model, prompts, options, context, RandomStreams(options.seed), **arguments):
         for row, token in step:
             found[row].append(token)
     return found

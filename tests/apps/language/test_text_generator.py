@@ -7,8 +7,7 @@ import pytest
 import torch
 
 from fastformer.apps.language.model import LanguageConfig, LanguageModel, language_model_loss
-from fastformer.apps.language.sampling import SamplingOptions, sample
-from fastformer.apps.language.text_generator import TextGenerator
+from fastformer.apps.language.sampling import SamplingOptions, TextGenerator, sample
 from fastformer.apps.models.sampling import RandomStreams
 from fastformer.apps.text import (
     EncodedDocuments,
@@ -59,7 +58,7 @@ def test_lines_of_a_prompt_and_what_stands_before_it(alphabet, monkeypatch):
         for i in [*tokenizer.encode("c"), tokenizer.eos_id, *tokenizer.encode("d e")]:
             yield [(row, i) for row in range(len(prompts))]
 
-    monkeypatch.setattr("fastformer.apps.language.text_generator.sample", planned)
+    monkeypatch.setattr("fastformer.apps.language.sampling.sample", planned)
     options = SamplingOptions(stop_at_eos=False)
     prompts = ["a b", "a\nb", "a\n", "", "\n\na"]
     expected = [" c\nd e", " c\nd e", "c\nd e", "c\nd e", " c\nd e"]
@@ -96,7 +95,7 @@ def test_a_prompt_that_is_longer_than_the_context(alphabet, caplog):
     message = "2 of 3 prompts are longer than the context: the last 8 tokens are read"
     assert [record.getMessage() for record in caplog.records] == [message]
     ids = alphabet.tokenizer.encode(long)[-8:]
-    steps = sample(alphabet.model, [ids], options, 8, RandomStreams(0).take([ids]), 0)
+    steps = sample(alphabet.model, [ids], options, 8, RandomStreams(0), 0)
     assert alphabet.tokenizer.decode([i for [(_, i)] in steps]) == found[0].strip()
     assert found[0] == found[2]
 

@@ -51,7 +51,7 @@ def follow(state, reference, steps, tolerance):
     for ids in random_tokens(len(reference.windows), steps):
         found = state.step(ids)
         torch.testing.assert_close(found, reference.step(ids.tolist()), atol=tolerance, rtol=tolerance)
-        assert state.lengths.tolist() == [len(window) for window in reference.windows]
+        assert state.cache.lengths.tolist() == [len(window) for window in reference.windows]
         assert max(len(window) for window in reference.windows) <= reference.context
 
 

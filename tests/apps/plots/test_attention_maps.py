@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from fastformer.apps.classification.model import SequenceClassifier, TokenClassifier
-from fastformer.apps.language.text_generator import TextGenerator, attend_text
+from fastformer.apps.language.sampling import TextGenerator
 from fastformer.apps.plots.attention_maps import attend_ids
 from fastformer.apps.text import WordTokenizer
 from tests.support import single_stack, translation_task
@@ -57,18 +57,18 @@ def test_a_text_is_read_as_a_prompt_is():
     generator = words()
     generator.model.train()
     generator.model.decoder.layers[0].dropout1.p = 0.9
-    maps = attend_text(generator, "the cat\nsat")
+    maps = generator.attend("the cat\nsat")
     assert maps.keys == maps.queries == ["<bos>", "the", "cat", "<eos>", "sat"]
     [ids] = generator.encode(["the cat\nsat"])
     assert torch.equal(maps.weights, generator.model.attention_maps(torch.tensor(ids)))
-    assert attend_text(generator, "").keys == ["<bos>"]
-    assert attend_text(words(first_id=3), "on").keys == ["<eos>", "on"]
-    assert attend_text(words(context=3), "the cat sat on a mat").keys == ["on", "a", "mat"]
+    assert generator.attend("").keys == ["<bos>"]
+    assert words(first_id=3).attend("on").keys == ["<eos>", "on"]
+    assert words(context=3).attend("the cat sat on a mat").keys == ["on", "a", "mat"]
 
 
 def test_the_figure_has_the_chosen_layers_and_heads():
     pytest.importorskip("matplotlib", reason="plots need matplotlib")
-    maps = attend_text(words(), "the cat sat")
+    maps = words().attend("the cat sat")
     for choice, expected, title in (
         ((), list(maps.weights[1]), "attention, layer 2: the cat sat"),
         ((1, 3), [maps.weights[0, 2]], "attention, layer 1, head 3: the cat sat"),

@@ -14,8 +14,7 @@ class Row(BaseModel):
     """A case against a competitor. Times are seconds a call, medians over rounds; pairs are (fastformer, competitor).
 
     `theirs` is None if the competitor was not timed; `status` gives the reason. `ratio`, `wall` and `graph` are the
-    competitor's time over fastformer's: by the clock of the device, by the wall clock, and of CUDA graphs. `floor` is
-    the least time of the hardware (`benchmarks.harness.clock`) over the time.
+    competitor's time over fastformer's: by the clock of the device, by the wall clock, and of CUDA graphs.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -33,7 +32,7 @@ class Row(BaseModel):
     matmul_rate: float | None = None  # of a matrix product beside the case, operations a second
     wall: float | None = None
     graph: float | None = None
-    floor: float | None = None
+    floor: float | None = None  # the least time of the hardware (`benchmarks.harness.clock`) over the time
     operations_per_second: float | None = None
     bytes_per_second: float | None = None
     peak_bytes: tuple[int, int] | None = None

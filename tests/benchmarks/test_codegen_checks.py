@@ -15,8 +15,6 @@ from benchmarks.codegen.checks.layouts import Product, products, replication, st
 from benchmarks.codegen.checks.loops import TILES, Loop, loop_figures, mma_cycles, tile_of
 from tests.support.codegen import needs_triton, tool
 
-slow_with_triton = [needs_triton, pytest.mark.slow]
-
 
 class Compiled(NamedTuple):
     """A kernel's text in each stage."""
@@ -30,15 +28,15 @@ class Compiled(NamedTuple):
 def kernels(faults) -> dict[int, Compiled]:
     """The attention kernel of `codegen_faults` on sm_90, 64 rows of head size 128, by its number of warps."""
     folder = Path(faults.args[faults.args.index("--budget") + 1]).parent
-    found = {}
+    by_warps = {}
     for cubin in folder.glob("*/attention_kernel.cubin"):
         ttgir = cubin.with_suffix(".ttgir").read_text()
         if "tensor<64x128xf32" in ttgir:  # the one that is serialised has 128 rows
             sass = subprocess.run([tool("nvdisasm"), "-c", cubin], capture_output=True, text=True, check=True).stdout
             warps = json.loads(cubin.with_suffix(".json").read_text())["num_warps"]
-            found[warps] = Compiled(ttgir, cubin.with_suffix(".ptx").read_text(), sass)
-    assert sorted(found) == [4, 8]
-    return found
+            by_warps[warps] = Compiled(ttgir, cubin.with_suffix(".ptx").read_text(), sass)
+    assert sorted(by_warps) == [4, 8]
+    return by_warps
 
 
 def without(text: str, pattern: str, number: int) -> str:
@@ -47,8 +45,6 @@ def without(text: str, pattern: str, number: int) -> str:
     del lines[[place for place, line in enumerate(lines) if re.search(pattern, line)][number]]
     return "\n".join(lines)
 
-
-# --- the flow of control -------------------------------------------------------------------------------------------
 
 NESTED = """
     mov.u32 %r1, 0;
@@ -64,14 +60,11 @@ $behind:
 """
 
 
-def test_blocks_end_at_branches_and_begin_at_labels():
-    found = blocks(NESTED)
-    assert [each.successors for each in found] == [[1], [2], [3, 2], [4, 1], [], [5]]
-    assert found[3].instructions == ["fence.proxy.async.shared::cta", "@%p2 bra $outer"]
-
-
-def test_only_loops_without_another_within_count_and_only_if_they_are_reached():
-    assert inner_loops(blocks(NESTED)) == [{2}]
+def test_blocks_end_at_branches_and_only_innermost_loops_that_are_reached_count():
+    code = blocks(NESTED)
+    assert [each.successors for each in code] == [[1], [2], [3, 2], [4, 1], [], [5]]
+    assert code[3].instructions == ["fence.proxy.async.shared::cta", "@%p2 bra $outer"]
+    assert inner_loops(code) == [{2}]
 
 
 def test_a_head_behind_its_end():
@@ -94,8 +87,6 @@ def test_a_branch_back_to_the_middle_of_straight_code_is_no_loop_of_its_own():
 """
     assert inner_loops(blocks(sass)) == [{0, 1, 3}]
 
-
-# --- replicated work -----------------------------------------------------------------------------------------------
 
 LAYOUTS = """#blocked = #ttg.blocked<{sizePerThread = [1, 4], threadsPerWarp = [4, 8], warpsPerCTA = [8, 1]}>
 #mma = #ttg.nvidia_mma<{versionMajor = 3, versionMinor = 0, warpsPerCTA = [8, 1], instrShape = [16, 32, 16]}>
@@ -151,9 +142,6 @@ def test_steps_are_of_the_innermost_loops_with_exponentials():
     assert steps(ttgir) == [64, 1]
 
 
-# --- fences --------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     ("between", "count"),
     [
@@ -192,28 +180,27 @@ def test_a_write_counts_around_a_loop():
     assert unfenced(text.format("cp.async.wait_group 0;\n    fence.proxy.async.shared::cta")) == 0
 
 
-class TestOnCompiledKernels:
-    pytestmark = slow_with_triton
-
-    def test_a_fence_taken_away_is_missed(self, kernels):
-        ptx = kernels[4].ptx
-        fences = len(re.findall(r"^\s*fence\.proxy\.async", ptx, re.MULTILINE))
-        assert fences > 0
-        assert unfenced(ptx) == 0
-        assert any(unfenced(without(ptx, r"^\s*fence\.proxy\.async", number)) for number in range(fences))
-        assert unfenced(re.sub(r"fence\.proxy\.async[^;]*;", "", ptx)) == ptx.count("wgmma.mma_async")
-
-    def test_loops_cost_what_the_formula_says(self, kernels):
-        """A score is one exponential and 128 + 128 multiply-adds; twice the warps do the first product twice."""
-        (loop,) = loop_figures(*kernels[4], tile=64, warps=4)
-        assert (loop.exponentials, loop.mma_cycles) == (1.0, 4096 * 256 / 2048)
-        (twice,) = loop_figures(*kernels[8], tile=64, warps=8)
-        assert (twice.exponentials, twice.mma_cycles) == (2.0, 4096 * (2 * 128 + 128) / 2048)
-        assert twice.instructions > 1.5 * loop.instructions
-        assert (replication(kernels[4].ttgir), replication(kernels[8].ttgir)) == (1.0, 1.5)
+@needs_triton
+@pytest.mark.slow
+def test_a_fence_taken_away_is_missed(kernels):
+    ptx = kernels[4].ptx
+    fences = len(re.findall(r"^\s*fence\.proxy\.async", ptx, re.MULTILINE))
+    assert fences > 0
+    assert unfenced(ptx) == 0
+    assert any(unfenced(without(ptx, r"^\s*fence\.proxy\.async", number)) for number in range(fences))
+    assert unfenced(re.sub(r"fence\.proxy\.async[^;]*;", "", ptx)) == ptx.count("wgmma.mma_async")
 
 
-# --- what loops cost -----------------------------------------------------------------------------------------------
+@needs_triton
+@pytest.mark.slow
+def test_loops_cost_what_the_formula_says(kernels):
+    """A score is one exponential and 128 + 128 multiply-adds; twice the warps do the first product twice."""
+    (loop,) = loop_figures(*kernels[4], tile=64, warps=4)
+    assert (loop.exponentials, loop.mma_cycles) == (1.0, 4096 * 256 / 2048)
+    (twice,) = loop_figures(*kernels[8], tile=64, warps=8)
+    assert (twice.exponentials, twice.mma_cycles) == (2.0, 4096 * (2 * 128 + 128) / 2048)
+    assert twice.instructions > 1.5 * loop.instructions
+    assert (replication(kernels[4].ttgir), replication(kernels[8].ttgir)) == (1.0, 1.5)
 
 
 @pytest.mark.parametrize(
@@ -257,6 +244,6 @@ def test_every_kernel_with_a_tile_has_figures_on_both_architectures():
     for rows in read_budget(BUDGET)["triton"].values():
         for kernel in TILES:
             for arch in (80, 90):
-                found = [entry["loops"] for name, entry in rows.items() if name.endswith(f".{kernel} | sm_{arch}")]
-                assert found
-                assert all(found), f"{kernel} has no loops on sm_{arch}"
+                loops = [entry["loops"] for name, entry in rows.items() if name.endswith(f".{kernel} | sm_{arch}")]
+                assert loops
+                assert all(loops), f"{kernel} has no loops on sm_{arch}"

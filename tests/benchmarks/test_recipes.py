@@ -4,8 +4,7 @@ import json
 import math
 import sys
 import tomllib
-from pathlib import Path
-from types import SimpleNamespace
+from unittest import mock
 
 import pytest
 
@@ -22,8 +21,9 @@ from fastformer.apps.language.model import LanguageConfig, LanguageModel
 from fastformer.apps.language.run import LanguageRun
 from fastformer.apps.translation.run import TranslationRun
 from tests.support.command_line import fastformer
+from tests.support.python import ROOT
 
-FOLDER = Path(__file__).resolve().parents[2] / "recipes"
+FOLDER = ROOT / "recipes"
 TINY = """
 [data]
 dataset = "numbers"
@@ -94,13 +94,10 @@ def test_bleu_of_moses_tokens_needs_sacremoses(monkeypatch, tmp_path):
     (tmp_path / "test.fr").write_text("l'homme rit.\n", encoding="utf-8")
     monkeypatch.setitem(sys.modules, "sacremoses", None)
     assert moses_bleu(tmp_path / "o.txt", tmp_path, "fr") == {}
-    quote = "\N{RIGHT SINGLE QUOTATION MARK}"
-    moses = SimpleNamespace(
-        MosesPunctNormalizer=lambda language: SimpleNamespace(normalize=lambda text: text.replace(quote, "'")),
-        MosesTokenizer=lambda language: SimpleNamespace(
-            tokenize=lambda text, return_str: text.replace("'", "' ").replace(".", " .")
-        ),
-    )
+    normalizer, tokenizer = mock.Mock(), mock.Mock()
+    normalizer.normalize = lambda text: text.replace("\N{RIGHT SINGLE QUOTATION MARK}", "'")
+    tokenizer.tokenize = lambda text, return_str: text.replace("'", "' ").replace(".", " .")
+    moses = mock.Mock(MosesPunctNormalizer=lambda language: normalizer, MosesTokenizer=lambda language: tokenizer)
     monkeypatch.setitem(sys.modules, "sacremoses", moses)
     assert moses_bleu(tmp_path / "o.txt", tmp_path, "fr") == {"BLEU, Moses tokens": pytest.approx(100.0)}
 
@@ -124,9 +121,9 @@ def test_the_tutorial_of_the_benchmark_is_the_tutorial():
     """PyTorch's word_language_model subclasses nn.Transformer and gives it no dropout rate."""
     settings = LanguageRun.application.read_settings(FOLDER / "wikitext2-word-tutorial.toml")
     assert LanguageConfig(vocabulary=33_278, **settings["model"]) == bench_language.CONFIG
-    c = config = LanguageConfig(vocabulary=2_000, **settings["model"])
+    c = LanguageConfig(vocabulary=2_000, **settings["model"])
     torch.manual_seed(0)
-    model = LanguageModel(config)
+    model = LanguageModel(c)
     with pytest.warns(UserWarning, match="nested"):
         original = nn.Transformer(c.d_model, c.heads, c.layers, 1, c.feed_forward).encoder
     twin = TutorialLanguageModel(model, 35)

@@ -152,16 +152,16 @@ def test_several_runs_of_a_machine_are_one_result_with_the_later_row_of_a_case(t
     )
     later = record(lane / "zero" / "benchmarks-b.jsonl", [SLOW, changed(ratio=9.0)], MACHINE | {"date": "2026-01-03"})
     (lane / "tuning.jsonl").write_text("{}", encoding="utf-8")
-    for given in ([lane], [first, later]):
-        assert report.main([*map(str, given), "h200"]) == 0
-        (found,) = load_results(tmp_path / "results")
-        assert [(row.case, row.against, row.ratio) for row in found.rows] == [
+    for runs in ([lane], [first, later]):
+        assert report.main([*map(str, runs), "h200"]) == 0
+        (result,) = load_results(tmp_path / "results")
+        assert [(row.case, row.against, row.ratio) for row in result.rows] == [
             (MEASURED.case, "sdpa", 9.0),
             (WRONG.case, "flex", None),
             (SLOW.case, "sdpa", 0.5),
         ]
-        assert (found.ceilings, found.complete) == ({"copy": 4.2e12, "matmul_float32": 2.0, **CEILINGS}, True)
-        assert found.machine["date"] == "2026-01-03"
+        assert (result.ceilings, result.complete) == ({"copy": 4.2e12, "matmul_float32": 2.0, **CEILINGS}, True)
+        assert result.machine["date"] == "2026-01-03"
     cut = record(lane / "cut.jsonl", [FULL], ceilings=None)
     assert not condense([first, cut], "h200").complete
 
@@ -211,9 +211,9 @@ def test_the_command_line_refuses_in_one_line_and_keeps_everything(tmp_path, cap
 
 
 def test_the_commit_is_that_of_the_files_or_an_error(tmp_path, monkeypatch):
-    for given in ("", "unknown", "HEAD", "0123"):
-        monkeypatch.setenv(environment.COMMIT, given)
-        with pytest.raises(ValueError, match=f"FASTFORMER_COMMIT: the commit is '{given}'; needed are 7 to 40"):
+    for commit in ("", "unknown", "HEAD", "0123"):
+        monkeypatch.setenv(environment.COMMIT, commit)
+        with pytest.raises(ValueError, match=f"FASTFORMER_COMMIT: the commit is '{commit}'; needed are 7 to 40"):
             environment.facts(torch.device("cpu"))
     monkeypatch.delenv(environment.COMMIT)
     monkeypatch.setattr(environment, "ROOT", tmp_path)

@@ -1,6 +1,14 @@
-"""Configurations of Hugging Face models, as small as their rules allow, by the names that they share."""
+"""Hugging Face models and batches for them, as small as the rules of their configurations allow."""
 
 from typing import Any
+
+import torch
+import transformers
+from torch import Tensor
+from transformers.models.auto import configuration_auto
+
+VOCABULARY, ROWS, LENGTH, TARGETS = 99, 3, 9, 7
+MOST_PARAMETERS = 6_000_000
 
 SIZES: dict[str, Any] = {
     **dict.fromkeys(("hidden_size", "d_model", "n_embd", "dim", "embed_dim", "emb_dim", "model_dim"), 32),
@@ -98,3 +106,55 @@ def _layers(values: dict[str, Any]) -> dict[str, Any]:
 
 def _has(config: Any, name: str) -> bool:
     return name in config.to_dict() and not isinstance(config.to_dict()[name], list | dict)
+
+
+class NotSmall(Exception):
+    """A type cannot be built small by these rules, or is no text model."""
+
+
+def build(name: str, attention: str, dtype: torch.dtype, auto: Any = transformers.AutoModel, **changes: Any) -> Any:
+    """Return a small model of a type, with weights of about unit gain, the same for every attention."""
+    torch.manual_seed(1)
+    config = small(configuration_auto.CONFIG_MAPPING[name], VOCABULARY)
+    if getattr(transformers.MODEL_MAPPING[type(config)], "main_input_name", "input_ids") != "input_ids":
+        raise NotSmall("takes no text")
+    with torch.device("meta"):
+        model = auto.from_config(config, attn_implementation="eager")
+    count = sum(x.numel() for x in model.parameters())
+    if count > MOST_PARAMETERS:
+        raise NotSmall(f"has {count} parameters")
+    config = small(configuration_auto.CONFIG_MAPPING[name], VOCABULARY)
+    for key, value in changes.items():
+        setattr(config, key, value)
+    torch.manual_seed(1)
+    model = auto.from_config(config, attn_implementation=attention, experts_implementation="eager").to(dtype)
+    generator = torch.Generator().manual_seed(2)
+    for x in model.parameters():
+        scale = x.shape[-1] ** -0.5 if x.dim() > 1 else 0.1
+        noise = torch.randn(x.shape, generator=generator, dtype=torch.float64) * scale
+        with torch.no_grad():
+            x.copy_(noise if x.dim() > 1 else x + noise)
+    return model.eval()
+
+
+def mask(side: str, length: int) -> Tensor:
+    """int64 `[ROWS, length]`, 1 = real."""
+    steps, lengths = torch.arange(length), torch.tensor([[length], [length // 2], [length - 3]])
+    starts = {"right": steps < lengths, "left": steps >= length - lengths}
+    gaps = {"gaps": steps % 3 == 2, "empty": (torch.arange(ROWS) != 1)[:, None]}
+    real = {**starts, "gaps": starts["right"] | gaps["gaps"], "empty": starts["right"] & gaps["empty"]}.get(side)
+    real = torch.ones(ROWS, length, dtype=torch.bool) if real is None else real
+    return real.long()
+
+
+def batch(model: Any, side: str) -> dict[str, Tensor]:
+    """Ids and masks, of both sides where there are two."""
+    generator = torch.Generator().manual_seed(3)
+    inputs = {
+        "input_ids": torch.randint(5, VOCABULARY, (ROWS, LENGTH), generator=generator),
+        "attention_mask": mask(side, LENGTH),
+    }
+    if model.config.is_encoder_decoder:
+        inputs["decoder_input_ids"] = torch.randint(5, VOCABULARY, (ROWS, TARGETS), generator=generator)
+        inputs["decoder_attention_mask"] = mask(side, TARGETS)
+    return inputs

@@ -34,18 +34,16 @@ from transformers.utils import logging
 from fastformer import functional
 from fastformer.integrations.transformers import entry, padding_free
 from fastformer.integrations.transformers.packing import _base_models
-from tests.integrations.small_configs import small
+from tests.integrations.small_configs import VOCABULARY, NotSmall, batch, build
+from tests.integrations.survey_page import KEPT_APART, PAGE, page
 
 RECORD = Path(entry.__file__).with_name("tested.json")
-VOCABULARY, ROWS, LENGTH, TARGETS = 99, 3, 9, 7
 SIDES = ("right", "left", "gaps", "empty", "none")
 # Two layers with large weights, added up in another order, and a softmax that many models take in fp32.
 ROUNDINGS, EPS = 2000.0, torch.finfo(torch.float32).eps
-MOST_PARAMETERS, LONGEST = 6_000_000, 20  # seconds of CPU
+LONGEST = 20  # seconds of CPU
 
 ATTENTIONS = ("packed_attention", "attention", "attention_with_weights")
-NO_TEXT, KEPT_APART = "NotSmall: takes no text", "kept apart"
-PAGE = Path(__file__).resolve().parents[2] / "docs" / "hugging-face-models.md"
 
 logging.set_verbosity_error()
 
@@ -53,71 +51,6 @@ logging.set_verbosity_error()
 def types() -> list[str]:
     """All types of models that transformers has a base model for."""
     return sorted(name for name in modeling_auto.MODEL_MAPPING_NAMES if name in configuration_auto.CONFIG_MAPPING_NAMES)
-
-
-class NotSmall(Exception):
-    """A type cannot be built small by these rules, or is no text model."""
-
-
-def build(name: str, attention: str, dtype: torch.dtype, auto: Any = transformers.AutoModel, **changes: Any) -> Any:
-    """A small model with weights of about unit gain; the same for every attention.
-
-    Args:
-        name: of the type.
-        attention: the implementation.
-        dtype: of the weights.
-        auto: whose `from_config` makes it.
-        **changes: of the configuration.
-    """
-    torch.manual_seed(1)
-    config = small(configuration_auto.CONFIG_MAPPING[name], VOCABULARY)
-    if getattr(modeling_class(config), "main_input_name", "input_ids") != "input_ids":
-        raise NotSmall("takes no text")
-    with torch.device("meta"):
-        model = auto.from_config(config, attn_implementation="eager")
-    count = sum(x.numel() for x in model.parameters())
-    if count > MOST_PARAMETERS:
-        raise NotSmall(f"has {count} parameters")
-    config = small(configuration_auto.CONFIG_MAPPING[name], VOCABULARY)
-    for key, value in changes.items():
-        setattr(config, key, value)
-    torch.manual_seed(1)
-    model = auto.from_config(config, attn_implementation=attention, experts_implementation="eager").to(dtype)
-    generator = torch.Generator().manual_seed(2)
-    for x in model.parameters():
-        scale = x.shape[-1] ** -0.5 if x.dim() > 1 else 0.1
-        noise = torch.randn(x.shape, generator=generator, dtype=torch.float64) * scale
-        with torch.no_grad():
-            x.copy_(noise if x.dim() > 1 else x + noise)
-    return model.eval()
-
-
-def modeling_class(config: Any) -> Any:
-    """The base model of a configuration's type."""
-    return transformers.MODEL_MAPPING[type(config)]
-
-
-def mask(side: str, length: int) -> Tensor:
-    """int64 `[ROWS, length]`, 1 = real."""
-    steps, lengths = torch.arange(length), torch.tensor([[length], [length // 2], [length - 3]])
-    starts = {"right": steps < lengths, "left": steps >= length - lengths}
-    gaps = {"gaps": steps % 3 == 2, "empty": (torch.arange(ROWS) != 1)[:, None]}
-    real = {**starts, "gaps": starts["right"] | gaps["gaps"], "empty": starts["right"] & gaps["empty"]}.get(side)
-    real = torch.ones(ROWS, length, dtype=torch.bool) if real is None else real
-    return real.long()
-
-
-def batch(model: Any, side: str) -> dict[str, Tensor]:
-    """Ids and masks, of both sides where there are two."""
-    generator = torch.Generator().manual_seed(3)
-    inputs = {
-        "input_ids": torch.randint(5, VOCABULARY, (ROWS, LENGTH), generator=generator),
-        "attention_mask": mask(side, LENGTH),
-    }
-    if model.config.is_encoder_decoder:
-        inputs["decoder_input_ids"] = torch.randint(5, VOCABULARY, (ROWS, TARGETS), generator=generator)
-        inputs["decoder_attention_mask"] = mask(side, TARGETS)
-    return inputs
 
 
 def results(model: Any, side: str) -> dict[str, Tensor]:
@@ -210,11 +143,7 @@ def eager_results(name: str) -> tuple[torch.dtype, dict[str, Any]]:
 
 
 def outcome(name: str) -> dict[str, Any]:
-    """What becomes of one type of model: what `tested.json` holds of it.
-
-    Raises:
-        AssertionError: a number is wrong, or our attention was given the name and never called.
-    """
+    """Return the entry of `tested.json` for one type of model; raise AssertionError for a wrong number."""
     record = of_padded_batches(name)
     if record["outcome"] == "not built":
         return record
@@ -231,14 +160,14 @@ def of_padded_batches(name: str) -> dict[str, Any]:
             return {"outcome": "not built", "reason": _first_line(error)}
         if not expected:
             return {"outcome": "not built", "reason": "eager's numbers are not finite"}
-        calls_by_name, refused = 0, ""
-        try:
-            named = build(name, "fastformer", dtype)
-            with counted() as calls:
+        by_side, refused = {}, ""
+        with counted() as calls:
+            try:
+                named = build(name, "fastformer", dtype)
                 by_side = {side: results(named, side) for side in expected}
-            calls_by_name = calls.total()
-        except Exception as error:  # parts of it may have models of their own, which padding_free takes
-            by_side, refused = {}, _first_line(error)
+            except Exception as error:  # parts of it may have models of their own, which padding_free takes
+                by_side, refused = {}, _first_line(error)
+        calls_by_name = calls.total()
         for side, tensors in by_side.items():
             assert (wrong := difference(tensors, expected[side])) is None, f"{name}, attention alone, {side}: {wrong}"
         record = packed(name, dtype, expected)
@@ -293,17 +222,10 @@ def _wrong_with(name: str, dtype: torch.dtype, expected: dict[str, Any], classes
 
 
 def of_flattened_batches(name: str, classes: dict[str, str]) -> dict[str, Any]:
-    """Find whether several sequences in a row are kept apart by position ids, or raise.
+    """Return whether several sequences in a row are kept apart by position ids.
 
     The first sequence is changed, and the others must not move: by name and with `padding_free`, with caches and
     without, in training and evaluation. In evaluation each has the numbers that `eager` gives it alone.
-
-    Args:
-        name: of the type.
-        classes: of base models that run packed, with the rule of positions of each.
-
-    Raises:
-        AssertionError: a sequence sees another, or has other numbers than alone.
     """
     if "position_ids" not in inspect.signature(type(build(name, "eager", torch.float32)).forward).parameters:
         return {}
@@ -355,44 +277,6 @@ def _first_line(error: Exception) -> str:
 
 def _late(*_: object) -> None:
     raise NotSmall("takes too long")
-
-
-GETS = {
-    "packed": 'These base models run without padding; attention alone with the name "fastformer".',
-    "padded": "Attention leaves the padding out; the other layers work on it.",
-    "no attention": "There is no attention of transformers' interface to replace: nothing changes.",
-    "refused": "The name raises: use `eager` or `sdpa`.",
-    "not built": "Not tried: these cannot be built small by the rules of `tests/integrations/small_configs.py`, or "
-    "their base model gives no states of text.",
-}
-
-
-def page(record: dict[str, Any]) -> str:
-    """The page of the documentation: what each type of model gets."""
-    text_types = {name: result for name, result in record["types"].items() if result.get("reason") != NO_TEXT}
-    count = Counter(result["outcome"] for result in text_types.values())
-    lines = [
-        "# Hugging Face's types of models",
-        "",
-        f'What `padding_free` and `attn_implementation="fastformer"` do with each type of text model of transformers '
-        f"{record['transformers']}: small, with random weights, outputs and gradients against `eager`, under padding "
-        "on the right, on the left, with gaps, with an empty row, and without. `make survey` does it again; this page "
-        "is written by `python -m tests.integrations.survey --update`. How to use it: [](hugging-face.md).",
-        "",
-        "| | types | |",
-        "|---|---:|---|",
-        *(f"| {outcome} | {count[outcome]} | {meaning} |" for outcome, meaning in GETS.items()),
-    ]
-    names = ", ".join(name for name, result in text_types.items() if result.get("flattened") == KEPT_APART)
-    lines += ["", "## Flattened batches", "", f"Sequences are kept apart by position ids in: {names}. Others raise."]
-    for outcome in GETS:
-        lines += ["", f"## {outcome.capitalize()}", "", "| type | |", "|---|---|"]
-        for name, result in text_types.items():
-            if result["outcome"] == outcome:
-                classes = ", ".join(f"`{cls.rpartition('.')[2]}`" for cls in result.get("packed", ()))
-                meaning = "; ".join(filter(None, (classes, result.get("reason", "").replace("|", "/"))))
-                lines.append(f"| {name} | {meaning} |")
-    return "\n".join(lines) + "\n"
 
 
 def main() -> None:

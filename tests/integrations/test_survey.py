@@ -9,7 +9,7 @@ pytest.importorskip("transformers")
 
 import transformers
 
-from tests.integrations import survey
+from tests.integrations import survey, survey_page
 
 RECORD = json.loads(survey.RECORD.read_text(encoding="utf-8"))
 # One of each way to be what it is; `make survey` has them all.
@@ -39,7 +39,7 @@ def test_the_record_holds_every_type():
 
 
 def test_the_page_says_what_the_record_says():
-    assert survey.PAGE.read_text(encoding="utf-8") == survey.page(RECORD)
+    assert survey_page.PAGE.read_text(encoding="utf-8") == survey_page.page(RECORD)
 
 
 def test_the_survey_finds_wrong_numbers(monkeypatch):

@@ -3,27 +3,13 @@
 from typing import Any
 
 import torch
+import transformers
 from torch import Tensor, nn
-from transformers import (
-    AutoModelForCausalLM,
-    AutoModelForMaskedLM,
-    AutoModelForSeq2SeqLM,
-    BertConfig,
-    DeepseekV3Config,
-    Gemma2Config,
-    GPT2Config,
-    LlamaConfig,
-    MarianConfig,
-    MistralConfig,
-    MPNetConfig,
-    PreTrainedModel,
-    RobertaConfig,
-    T5Config,
-)
+from transformers import AutoModelForCausalLM, AutoModelForMaskedLM, AutoModelForSeq2SeqLM, PreTrainedModel
 from transformers.utils import logging
 
-import fastformer.integrations.transformers
-from tests.integrations.survey import mask
+from fastformer.integrations.transformers import padding_free
+from tests.integrations.small_configs import mask
 from tests.support.closeness import assert_close
 
 logging.set_verbosity_error()
@@ -56,16 +42,16 @@ T5 = {
 IDS = {"vocab_size": VOCABULARY, **SPECIAL}
 BIDIRECTIONAL, DECODERS, PAIRS = AutoModelForMaskedLM, AutoModelForCausalLM, AutoModelForSeq2SeqLM
 MODELS: dict[str, tuple[Any, Any, dict[str, Any]]] = {
-    "bert": (BIDIRECTIONAL, BertConfig, {**PLAIN, "attention_probs_dropout_prob": DROPOUT}),
-    "roberta": (BIDIRECTIONAL, RobertaConfig, {**PLAIN, "attention_probs_dropout_prob": DROPOUT}),
-    "mpnet": (BIDIRECTIONAL, MPNetConfig, {**PLAIN, "attention_probs_dropout_prob": DROPOUT}),
-    "gpt2": (DECODERS, GPT2Config, {**IDS, **GPT}),
-    "llama": (DECODERS, LlamaConfig, GROUPED),
-    "mistral": (DECODERS, MistralConfig, {**GROUPED, "sliding_window": WINDOW}),
-    "gemma2": (DECODERS, Gemma2Config, {**GROUPED, **GEMMA}),
-    "deepseek_v3": (DECODERS, DeepseekV3Config, {**PLAIN, **LATENT}),
-    "marian": (PAIRS, MarianConfig, {**IDS, **MARIAN}),
-    "t5": (PAIRS, T5Config, {**IDS, **T5}),
+    "bert": (BIDIRECTIONAL, transformers.BertConfig, {**PLAIN, "attention_probs_dropout_prob": DROPOUT}),
+    "roberta": (BIDIRECTIONAL, transformers.RobertaConfig, {**PLAIN, "attention_probs_dropout_prob": DROPOUT}),
+    "mpnet": (BIDIRECTIONAL, transformers.MPNetConfig, {**PLAIN, "attention_probs_dropout_prob": DROPOUT}),
+    "gpt2": (DECODERS, transformers.GPT2Config, {**IDS, **GPT}),
+    "llama": (DECODERS, transformers.LlamaConfig, GROUPED),
+    "mistral": (DECODERS, transformers.MistralConfig, {**GROUPED, "sliding_window": WINDOW}),
+    "gemma2": (DECODERS, transformers.Gemma2Config, {**GROUPED, **GEMMA}),
+    "deepseek_v3": (DECODERS, transformers.DeepseekV3Config, {**PLAIN, **LATENT}),
+    "marian": (PAIRS, transformers.MarianConfig, {**IDS, **MARIAN}),
+    "t5": (PAIRS, transformers.T5Config, {**IDS, **T5}),
 }
 # transformers takes the softmax of these in fp32, whatever the model's dtype.
 DTYPES = {
@@ -137,7 +123,7 @@ def fast(name: str, way: str = "layers", **changes: Any) -> Any:
     """A model whose attention, or all of whose layers, leave the padding out."""
     model = tiny(name, "eager" if way == "layers" else "fastformer", **changes)
     if way == "layers":
-        assert fastformer.integrations.transformers.padding_free(model).packed
+        assert padding_free(model).packed
     return model
 
 

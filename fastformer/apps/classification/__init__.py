@@ -1,6 +1,6 @@
 """Classifiers of sequences and of tokens; training runs that label texts, and functions that use them."""
 
-from fastformer.apps.classification.classifier import Classifier, LabelScore, Scores
+from fastformer.apps.classification.classifier import Classifier, Scores
 from fastformer.apps.classification.corpus import LabelledCorpus, encode_texts, read_labelled
 from fastformer.apps.classification.model import (
     ClassifierConfig,
@@ -26,7 +26,6 @@ __all__ = [
     "Classifier",
     "ClassifierConfig",
     "EncoderConfig",
-    "LabelScore",
     "LabelledCorpus",
     "Scores",
     "SequenceClassifier",

@@ -91,21 +91,15 @@ class Classifier:
                 raise FloatingPointError("the model's scores are not numbers: it has diverged")
             yield logits
 
+    def ranked(self, texts: Sequence[str], batch_size: int = 64) -> list[list[tuple[str, float]]]:
+        """Return every label with its probability for each text, the most probable first; see `probabilities`."""
+        rows = (row.sort(descending=True) for row in self.probabilities(texts, batch_size))
+        return [[(self.labels[i], p) for p, i in zip(*map(Tensor.tolist, row), strict=True)] for row in rows]
+
     def attend(self, text: str) -> AttentionMaps:
         """Compute every attention weight of the model that reads a text; row t has the weights of token t."""
         sequences, _ = encode_texts([text], self.tokenizer, self.max_length)
         return attend_ids(self.model, sequences[0], self.tokenizer.pieces(sequences[0]), text)
-
-
-@dataclass(frozen=True)
-class LabelScore:
-    """One label: how many texts have it, and precision, recall and F1, 0 to 1."""
-
-    label: str
-    texts: int
-    precision: float
-    recall: float
-    f1: float
 
 
 @dataclass(frozen=True)
@@ -132,19 +126,18 @@ class Scores:
     @property
     def macro_f1(self) -> float:
         """Mean F1 over the labels that occur or were predicted."""
-        each = self.each
-        return float(np.mean([each[i].f1 for i in np.union1d(self.wanted, self.predicted)]))
+        f1 = [f1 for _, _, _, f1 in self.each.values()]
+        return float(np.mean([f1[i] for i in np.union1d(self.wanted, self.predicted)]))
 
     @property
-    def each(self) -> list[LabelScore]:
-        """The scores of every label, in order."""
+    def each(self) -> dict[str, tuple[int, float, float, float]]:
+        """For every label, in order: how many texts have it, precision, recall and F1, 0 to 1."""
         correct = self.wanted[self.wanted == self.predicted]
         counts = (np.bincount(x, minlength=len(self.labels)).tolist() for x in (correct, self.wanted, self.predicted))
-        scores = []
-        for label, right, texts, predicted in zip(self.labels, *counts, strict=True):
-            f1 = 2 * right / max(texts + predicted, 1)  # 0, not 0 / 0, for a label that never occurs
-            scores.append(LabelScore(label, texts, right / max(predicted, 1), right / max(texts, 1), f1))
-        return scores
+        return {  # 0, not 0 / 0, for a label that never occurs
+            label: (texts, right / max(predicted, 1), right / max(texts, 1), 2 * right / max(texts + predicted, 1))
+            for label, right, texts, predicted in zip(self.labels, *counts, strict=True)
+        }
 
     def __str__(self) -> str:
         accuracy = f"accuracy {100 * self.accuracy:.2f} % of {len(self.wanted):,} texts"

@@ -1,17 +1,13 @@
 """`fastformer train classify | classify`, and `evaluate` and `plot` for classification runs."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
 from fastformer.apps.classification.classifier import Classifier
-from fastformer.apps.classification.run import (
-    APPLICATION,
-    ClassificationRun,
-    load_classifier,
-)
+from fastformer.apps.classification.run import APPLICATION, ClassificationRun, load_classifier
 from fastformer.apps.classification.run import evaluate as evaluate_folder
 from fastformer.apps.cli.console import (
     Checkpoint,
@@ -55,15 +51,13 @@ def classify(
     check_output(output, input, run=run)
     batches = input_batches(texts, input, output, "texts", batch_size)
     classifier = load_classifier(run, checkpoint, choose_device(device))
-    lines = (line for batch in batches for line in _label_lines(classifier, batch, batch_size, probabilities))
-    put_lines(lines, output)
+    label: Any = _rank if probabilities else Classifier.classify
+    put_lines((line for batch in batches for line in label(classifier, batch, batch_size)), output)
 
 
-def _label_lines(classifier: Classifier, texts: list[str], batch_size: int, probabilities: bool) -> Iterable[str]:
-    if not probabilities:
-        return classifier.classify(texts, batch_size)
-    rows = (row.sort(descending=True) for row in classifier.probabilities(texts, batch_size))
-    return ("\t".join(f"{classifier.labels[i]}\t{p:.4f}" for p, i in zip(*row, strict=True)) for row in rows)
+def _rank(classifier: Classifier, texts: list[str], batch_size: int) -> list[str]:
+    ranked = classifier.ranked(texts, batch_size)
+    return ["\t".join(f"{label}\t{p:.4f}" for label, p in row) for row in ranked]
 
 
 def evaluate_run(run: Path, checkpoint: str, device: str, texts: Any) -> None:
@@ -72,9 +66,8 @@ def evaluate_run(run: Path, checkpoint: str, device: str, texts: Any) -> None:
     console.print(f"{corpus}; checkpoint {checkpoint}")
     width = max(len("label"), *map(len, scores.labels))
     console.print(f"{'label':{width}}  {'texts':>7}  precision  recall      F1")
-    for each in scores.each:
-        values = f"{each.precision:9.4f}  {each.recall:.4f}  {each.f1:.4f}"
-        console.print(f"{each.label:{width}}  {each.texts:>7,}  {values}")
+    for label, (count, precision, recall, f1) in scores.each.items():
+        console.print(f"{label:{width}}  {count:>7,}  {precision:9.4f}  {recall:.4f}  {f1:.4f}")
     console.print(str(scores))
 
 

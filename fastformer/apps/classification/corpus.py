@@ -6,23 +6,20 @@ labels of the training text are the classes, in alphabetical order, unless the s
 
 import random
 import unicodedata
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import Literal
 
 import numpy as np
 from numpy.typing import NDArray
 
 from fastformer.apps.text import TextError, Tokenizer, encode_source, english
-from fastformer.apps.text.corpora import hold_out
 from fastformer.apps.text.encoding import Sequences
 from fastformer.apps.text.files import iterate_lines
 
-Split = Literal["train", "valid", "test"]
-_HELD_OUT: tuple[Split, ...] = ("valid", "test")
-_SHOWN = 10  # labels in a message
 _DIGITS = 6  # of the longest number
+_to_nfc = partial(unicodedata.normalize, "NFC")
 
 
 @dataclass(frozen=True)
@@ -62,8 +59,7 @@ def read_labelled(path: Path | str, labels: Sequence[str] | None = None, name: s
             text, or only one label.
     """
     labelled: list[tuple[str, str]] = []
-    known = {} if labels is None else {_to_nfc(label): label for label in labels}
-    dropped = 0
+    known, dropped = {_to_nfc(label): label for label in labels or ()}, 0
     for number, line in enumerate(iterate_lines(path), start=1):
         if not line.strip():
             dropped += 1
@@ -75,7 +71,8 @@ def read_labelled(path: Path | str, labels: Sequence[str] | None = None, name: s
             raise TextError(f"{path}:{number}: no label before the tab")
         label = _to_nfc(label)
         if labels is not None and label not in known:
-            raise TextError(f"{path}:{number}: label {label!r} is not among those of training: {_shortened(labels)}")
+            shown = ", ".join(labels) if len(labels) <= 10 else f"{', '.join(labels[:10])} and {len(labels) - 10} more"
+            raise TextError(f"{path}:{number}: label {label!r} is not among those of training: {shown}")
         label = known.get(label, label)
         if text:
             labelled.append((label, text))
@@ -102,24 +99,6 @@ def number_texts(count: int, seed: int = 1) -> LabelledCorpus:
     return _corpus(labelled[:count], labels, "numbers", 0)
 
 
-def split_labelled(
-    corpus: LabelledCorpus, share: float, existing: Mapping[Split, LabelledCorpus] | None = None
-) -> dict[Split, LabelledCorpus]:
-    """Split a corpus at random into training, validation and test texts, `share` for each of the last two.
-
-    Splits in `existing` stay as they are; their share is for training. Raises TextError for too few texts.
-    """
-    train, *held_out = hold_out(corpus.texts, share, 1, corpus.name, "texts")
-    splits: dict[Split, LabelledCorpus] = {"train": corpus}
-    for name, indices in zip(_HELD_OUT, held_out, strict=True):
-        if existing is not None and name in existing:
-            splits[name] = existing[name]
-            train = sorted(train + indices)
-        else:
-            splits[name] = corpus.take(indices, name)
-    return {**splits, "train": replace(corpus.take(train, "train"), dropped=corpus.dropped)}
-
-
 def encode_texts(texts: Sequence[str], tokenizer: Tokenizer, max_length: int) -> tuple[Sequences, int]:
     """Encode texts as bos, for pooling "first", and tokens, at most `max_length`; count cut texts too."""
     sequences, cut = encode_source(texts, tokenizer, max_length)
@@ -131,12 +110,3 @@ def _corpus(labelled: Sequence[tuple[str, str]], labels: tuple[str, ...], name: 
     numbers = {label: number for number, label in enumerate(labels)}
     classes = np.array([numbers[label] for label, _ in labelled], np.int64)
     return LabelledCorpus([text for _, text in labelled], classes, labels, name, dropped)
-
-
-def _to_nfc(label: str) -> str:
-    return unicodedata.normalize("NFC", label)
-
-
-def _shortened(labels: Sequence[str]) -> str:
-    more = f" and {len(labels) - _SHOWN:,} more" if len(labels) > _SHOWN else ""
-    return ", ".join(labels[:_SHOWN]) + more

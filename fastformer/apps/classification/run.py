@@ -14,28 +14,20 @@ import torch
 from numpy.typing import NDArray
 
 from fastformer.apps.classification.classifier import Classifier, Scores, class_logits, score_logits
-from fastformer.apps.classification.corpus import (
-    LabelledCorpus,
-    Split,
-    encode_texts,
-    number_texts,
-    read_labelled,
-    split_labelled,
-)
-from fastformer.apps.classification.model import (
-    ClassifierConfig,
-    SequenceClassifier,
-    sequence_classification_loss,
-)
+from fastformer.apps.classification.corpus import LabelledCorpus, encode_texts, number_texts, read_labelled
+from fastformer.apps.classification.model import ClassifierConfig, SequenceClassifier, sequence_classification_loss
 from fastformer.apps.runs.application import Application
 from fastformer.apps.runs.automatic_settings import CHOSEN, Task
 from fastformer.apps.runs.data_settings import NUMBERS, VOCABULARY, TextConfig
 from fastformer.apps.runs.run import Run
 from fastformer.apps.settings import File, FolderOrName, Given, Texts, inherited, setting
 from fastformer.apps.text import LabelledBatch, LabelledBatches, Tokenizer
+from fastformer.apps.text.corpora import hold_out
 from fastformer.apps.text.vocabulary import learn_tokenizer
 from fastformer.apps.train import TrainConfig, Validation
 from fastformer.settings import check_value
+
+Split = Literal["train", "valid", "test"]
 
 
 class ClassificationDataConfig(TextConfig):
@@ -107,15 +99,26 @@ APPLICATION = Application(
 
 
 def read_labelled_corpora(data: ClassificationDataConfig) -> dict[Split, LabelledCorpus]:
-    """Read or generate training, validation and test text; labels are those of the settings, or else of training."""
+    """Read or generate training, validation and test text; labels are those of the settings, or else of training.
+
+    Sets without a file are split off at random, equal texts together. Raises TextError for too few texts.
+    """
     if data.train_text is None:
-        return split_labelled(number_texts(data.size), data.held_out)
-    train = read_labelled(data.train_text, data.labels, "train")
-    paths: dict[Split, Path | None] = {"valid": data.valid_text, "test": data.test_text}
-    existing = {name: read_labelled(path, train.labels, name) for name, path in paths.items() if path is not None}
-    if len(existing) == len(paths):
-        return {"train": train, **existing}
-    return split_labelled(train, data.held_out, existing)
+        whole, files = number_texts(data.size), {}
+    else:
+        whole = read_labelled(data.train_text, data.labels, "train")
+        paths = {"valid": data.valid_text, "test": data.test_text}
+        files = {name: read_labelled(path, whole.labels, name) for name, path in paths.items() if path is not None}
+    if len(files) == 2:
+        return {"train": whole, "valid": files["valid"], "test": files["test"]}
+    train, *held_out = hold_out(whole.texts, data.held_out, 1, whole.name, "texts")
+    corpora = {}
+    for name, indices in zip(("valid", "test"), held_out, strict=True):
+        if name in files:  # its share is for training
+            train = sorted(train + indices)
+        corpora[name] = files[name] if name in files else whole.take(indices, name)
+    rest = replace(whole.take(train, "train"), dropped=whole.dropped)
+    return {"train": rest, "valid": corpora["valid"], "test": corpora["test"]}
 
 
 class ClassificationRun(Run):
@@ -205,7 +208,6 @@ def evaluate(
         corpus = read_labelled(split, classifier.labels)
     else:
         check_value("split", split, str, choices=("test", "valid"))
-        data = ClassificationDataConfig(**APPLICATION.read_config(folder)["data"])
-        corpus = read_labelled_corpora(data)[split]
+        corpus = read_labelled_corpora(ClassificationDataConfig(**APPLICATION.read_config(folder)["data"]))[split]
     sequences, _ = encode_texts(corpus.texts, classifier.tokenizer, classifier.max_length)
     return corpus, score_logits(class_logits(classifier.model, sequences), corpus)

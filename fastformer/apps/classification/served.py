@@ -23,13 +23,8 @@ class Served(ServedModel):
 
     def compute(self, texts: list[str], options: NoSettings) -> list[Any]:
         """Classify texts."""
-        results = []
-        for row in self.classifier.probabilities(texts, len(texts)):
-            values, order = row.sort(descending=True)
-            pairs = zip(order.tolist(), values.tolist(), strict=True)
-            labels = [{"label": self.classifier.labels[i], "probability": round(p, 4)} for i, p in pairs]
-            results.append({"labels": labels})
-        return results
+        ranked = self.classifier.ranked(texts, len(texts))
+        return [{"labels": [{"label": label, "probability": round(p, 4)} for label, p in row]} for row in ranked]
 
     def attention(self, text: str) -> AttentionMaps:
         """Return the weights of each token over the tokens of the text."""

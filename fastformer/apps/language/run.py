@@ -109,11 +109,6 @@ def read_text_corpora(data: LanguageDataConfig) -> dict[Split, TextCorpus]:
     return {name: corpora[name] for name in _SPLITS}
 
 
-def build_tokenizer(data: LanguageDataConfig, train: TextCorpus) -> Tokenizer:
-    """Learn the tokenizer from the training text only."""
-    return learn_tokenizer(train.lines, data, pieces=VOCABULARY)
-
-
 class LanguageTrainConfig(TrainConfig):
     """`TrainConfig` with defaults for language models.
 
@@ -144,11 +139,6 @@ APPLICATION = Application(
 )
 
 
-def _contains_unk(corpus: TextCorpus) -> bool:
-    """Return whether the text has <unk> for rare words, as WikiText does: it needs a word list, not pieces."""
-    return any(UNK in line.split() for line in corpus.lines)
-
-
 class LanguageRun(Run):
     """A run that learns to predict text; see `fastformer.apps.runs.run.Run`."""
 
@@ -162,12 +152,12 @@ class LanguageRun(Run):
         return data, read_text_corpora(data)
 
     def learn(self) -> tuple[Tokenizer]:
-        return (build_tokenizer(self.data, self.corpora["train"]),)
+        return (learn_tokenizer(self.corpora["train"].lines, self.data, pieces=VOCABULARY),)
 
     def chosen_data(self, given: Given) -> dict[str, Any]:
         stated = {"tokenizer", "vocabulary", "character_coverage"} & set(given["data"])
-        if not stated and _contains_unk(self.corpora["train"]):
-            return {"tokenizer": "words"}
+        if not stated and any(UNK in line.split() for line in self.corpora["train"].lines):
+            return {"tokenizer": "words"}  # <unk> stands for rare words, as in WikiText: pieces would learn it
         return super().chosen_data(given)
 
     def sides(self) -> tuple[list[str]]:

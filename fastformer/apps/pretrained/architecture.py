@@ -6,7 +6,7 @@ weight is converted, or compared with the weights from which it is computed.
 
 import dataclasses
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -95,7 +95,7 @@ class Architecture:
     config: type
     settings: Callable[[Reader], dict[str, Any]]
     modules: Mapping[str, str]
-    idle: frozenset[str] = frozenset()
+    idle: Collection[str] = ()
     transposed: bool = False
     computed: Mapping[str, Callable[[Any, Tensor], Tensor]] = field(default_factory=dict)
     configuration: Callable[[Any], dict[str, Any]] | None = None

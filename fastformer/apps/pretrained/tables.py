@@ -106,15 +106,14 @@ _LLAMA = {
     "decoder.norm": "model.norm",
     "output": "lm_head",
 }
-_LLAMA_SETTINGS = {
+_SIZES = {  # as Llama and BERT name them
     "vocabulary": "vocab_size",
     "d_model": "hidden_size",
     "heads": "num_attention_heads",
     "layers": "num_hidden_layers",
     "feed_forward": "intermediate_size",
-    "norm_eps": "rms_norm_eps",
-    "attention_dropout": "attention_dropout",
 }
+_LLAMA_SETTINGS = {**_SIZES, "norm_eps": "rms_norm_eps", "attention_dropout": "attention_dropout"}
 
 
 def _llama_family(c: Reader) -> dict[str, Any]:
@@ -194,11 +193,7 @@ _BERT = {
 }
 _BERT_CLASSIFIER = {name: f"bert.{hf_name}" for name, hf_name in _BERT.items()} | {"output": "classifier"}
 _BERT_SETTINGS = {
-    "vocabulary": "vocab_size",
-    "d_model": "hidden_size",
-    "heads": "num_attention_heads",
-    "layers": "num_hidden_layers",
-    "feed_forward": "intermediate_size",
+    **_SIZES,
     "norm_eps": "layer_norm_eps",
     "max_positions": "max_position_embeddings",
     "token_types": "type_vocab_size",
@@ -311,19 +306,17 @@ def _positions(model: TranslationModel, like: Tensor) -> Tensor:
     return model.target_embedding.encodings(len(like))[: len(like)]
 
 
-_SUMMARY = frozenset(
-    f"summary_{name}" for name in ("type", "use_proj", "activation", "proj_to_labels", "first_dropout")
-)
-_LENGTHS = frozenset({"max_position_embeddings"})
+_SUMMARY = {f"summary_{name}" for name in ("type", "use_proj", "activation", "proj_to_labels", "first_dropout")}
+_LENGTHS = {"max_position_embeddings"}
 # transformers computes layer_types from these.
 _SLIDING = _LENGTHS | {"use_sliding_window", "sliding_window", "max_window_layers"}
 # Special ids belong to the tokenizer; word embeddings are tied to a head that these classes do not have.
-_BERT_IDLE = frozenset({"pad_token_id", "bos_token_id", "eos_token_id", "tie_word_embeddings"})
+_BERT_IDLE = {"pad_token_id", "bos_token_id", "eos_token_id", "tie_word_embeddings"}
 # Settings of generation, and the size of the target vocabulary, unused with a joint one.
-_MARIAN_IDLE = frozenset({"forced_eos_token_id", "bos_token_id", "decoder_vocab_size"})
+_MARIAN_IDLE = {"forced_eos_token_id", "bos_token_id", "decoder_vocab_size"}
 
 
-def _decoder(settings: Any, modules: dict[str, str], idle: frozenset[str], **more: Any) -> Architecture:
+def _decoder(settings: Any, modules: dict[str, str], idle: set[str], **more: Any) -> Architecture:
     return Architecture(LanguageModel, LanguageConfig, settings, modules, idle, **more)
 
 
@@ -334,12 +327,12 @@ ARCHITECTURES = {
     "Qwen3ForCausalLM": _decoder(_qwen3, _LLAMA, _SLIDING | {"head_dim"}),
     "MistralForCausalLM": _decoder(_mistral, _LLAMA, _LENGTHS | {"head_dim"}),
     "BertModel": Architecture(TextEncoder, EncoderConfig, _bert, _BERT, _BERT_IDLE | {"classifier_dropout"}),
-    "BertForTokenClassification": Architecture(
-        TokenClassifier, ClassifierConfig, _bert_classifier, _BERT_CLASSIFIER, _BERT_IDLE
-    ),
-    "BertForSequenceClassification": Architecture(
-        SequenceClassifier, ClassifierConfig, _bert_classifier, _BERT_CLASSIFIER, _BERT_IDLE
-    ),
+    **{
+        f"BertFor{task}Classification": Architecture(
+            network, ClassifierConfig, _bert_classifier, _BERT_CLASSIFIER, _BERT_IDLE
+        )
+        for task, network in (("Token", TokenClassifier), ("Sequence", SequenceClassifier))
+    },
     "MarianMTModel": Architecture(
         TranslationModel,
         TranslationConfig,

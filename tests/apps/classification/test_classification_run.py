@@ -19,7 +19,6 @@ from fastformer.apps.classification import (
     evaluate,
     load_classifier,
 )
-from fastformer.apps.export import load_safetensors
 from fastformer.apps.text import WordTokenizer
 from fastformer.apps.train import CheckpointFolder, read_weights
 from tests.support.command_line import Done, fastformer
@@ -60,14 +59,7 @@ def command(folder: Path, text: str, stdin: bytes = b"") -> str:
 def test_the_run_folder_describes_itself(folder: Path) -> None:
     config = tomllib.loads((folder / "run" / "config.toml").read_text())
     assert config["run"]["kind"] == "classification"
-    assert config["data"]["labels"] == ["animal", "plant", "tool"]
-    assert config["model"]["classes"] == 3
-    assert {path.name for path in (folder / "run").iterdir()} >= {
-        "data.json",
-        "tokenizer",
-        "checkpoints",
-        "history.png",
-    }
+    assert (config["data"]["labels"], config["model"]["classes"]) == (["animal", "plant", "tool"], 3)
     records = [json.loads(line) for line in (folder / "run" / "metrics.jsonl").read_text().splitlines()]
     validations = [record for record in records if record["kind"] == "validation"]
     assert len(validations) == 6
@@ -75,31 +67,28 @@ def test_the_run_folder_describes_itself(folder: Path) -> None:
     assert "run: classification run, " in command(folder, "info --run run")
 
 
-def test_it_learns_and_evaluate_prints_accuracy_and_a_row_a_label(folder: Path) -> None:
+def test_a_trained_run_is_evaluated_on_its_texts_and_on_files(folder: Path) -> None:
     out = command(folder, "evaluate --run run").splitlines()
     assert out[0] == "test: 16 texts of 3 labels; checkpoint best"
     assert [line.split()[0] for line in out[1:5]] == ["label", "animal", "plant", "tool"]
     assert out[-1].startswith("accuracy 100.00 % of 16 texts, macro-F1 1.0000, loss 0.")
-    assert "valid: 16 texts" in command(folder, "evaluate --run run --split valid --checkpoint last")
     (folder / "other.tsv").write_text("plant\tmy cat falls\ntool\tthe saw\n")
-    out = command(folder, "evaluate --run run --source other.tsv")
-    assert "accuracy 50.00 % of 2 texts" in out
+    assert "accuracy 50.00 % of 2 texts" in command(folder, "evaluate --run run --source other.tsv")
     corpus, found = evaluate(folder / "run", folder / "other.tsv")
-    assert (found.accuracy, len(corpus)) == (0.5, 2)
-    assert found.predicted.tolist() == [0, 2]
+    assert (len(corpus), found.predicted.tolist()) == (2, [0, 2])
+    assert "valid: 16 texts" in command(folder, "evaluate --run run --split valid --checkpoint last")
 
 
 def test_labels_and_probabilities(folder: Path) -> None:
-    maps = load_classifier(folder / "run").attend("my oak")
+    classifier = load_classifier(folder / "run")
+    maps = classifier.attend("my oak")
     assert (maps.keys, maps.weights.shape) == (["<bos>", "my", "oak"], (1, 2, 3, 3))
     texts = ["my oak is here", "a pen", "the hen"]
-    done = fastformer("classify", "--run", "run", *texts, cwd=folder)
-    assert done.stdout == "plant\ntool\nanimal\n", done.stderr
+    assert fastformer("classify", "--run", "run", *texts, cwd=folder).stdout == "plant\ntool\nanimal\n"
     assert command(folder, "classify --run run", stdin=b"\n\n").count("\n") == 2  # a label for every line
-    done = fastformer("classify", "--run", "run", "--probabilities", *texts, cwd=folder)
-    classifier = load_classifier(folder / "run")
-    for line, p in zip(done.stdout.splitlines(), classifier.probabilities(texts), strict=True):
-        ranked = sorted(zip(classifier.labels, p.tolist(), strict=True), key=lambda each: -each[1])
+    lines = fastformer("classify", "--run", "run", "--probabilities", *texts, cwd=folder).stdout.splitlines()
+    for line, p in zip(lines, classifier.probabilities(texts), strict=True):
+        ranked = sorted(zip(classifier.labels, p.tolist(), strict=True), key=lambda pair: -pair[1])
         assert line == "\t".join(f"{label}\t{probability:.4f}" for label, probability in ranked)
     assert classifier.classify([]) == []
 
@@ -112,16 +101,6 @@ def test_a_diverged_model_says_so(folder: Path) -> None:
     for ask in (classifier.classify, classifier.probabilities):
         with pytest.raises(FloatingPointError, match="diverged"):
             ask(["oak"])
-
-
-def test_export(folder: Path, tmp_path: Path) -> None:
-    command(folder, f"export --run run --format safetensors --to {tmp_path / 'new'}")
-    classifier = load_classifier(folder / "run")
-    model = load_safetensors(tmp_path / "new")
-    data = json.loads((tmp_path / "new" / "config.json").read_text())["data"]
-    again = Classifier(model, classifier.tokenizer, **data)
-    assert torch.equal(again.probabilities(["my cat"]), classifier.probabilities(["my cat"]))
-    assert (tmp_path / "new" / "tokenizer" / "tokenizer.json").is_file()
 
 
 def test_a_resumed_run_is_the_uninterrupted_one_bit_for_bit(folder: Path, tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ import torch
 
 from fastformer.apps.classification import ClassificationDataConfig, Scores, read_labelled
 from fastformer.apps.classification.classifier import score_logits
-from fastformer.apps.classification.corpus import LabelledCorpus, split_labelled
+from fastformer.apps.classification.corpus import LabelledCorpus
 from fastformer.apps.classification.run import read_labelled_corpora
 
 
@@ -26,8 +26,11 @@ def test_a_line_is_a_label_a_tab_and_a_text(tmp_path: Path) -> None:
     assert read_labelled(packed, name="text.tsv").texts == found.texts
     # The order of the classes is that of the labels which are given; some may not occur.
     given = read_labelled(path, ["two words", "spam", "ham", "other"], "valid")
-    assert given.classes.tolist() == [1, 2, 0]
-    assert given.labels == ("two words", "spam", "ham", "other")
+    assert (given.classes.tolist(), given.labels) == ([1, 2, 0], ("two words", "spam", "ham", "other"))
+    # Composed and decomposed labels are one class.
+    path.write_text("caf\u00e9\ta\ncafe\u0301\tb\nbar\tc\n", encoding="utf-8")
+    assert (read_labelled(path).labels, read_labelled(path).classes.tolist()) == (("bar", "caf\u00e9"), [1, 1, 0])
+    assert read_labelled(path, ["cafe\u0301", "bar"]).classes.tolist() == [0, 0, 1]
 
 
 @pytest.mark.parametrize(
@@ -47,31 +50,26 @@ def test_what_is_wrong_is_named_with_its_line(tmp_path: Path, content: str, mess
         read_labelled(tmp_path / "text", ("a", "b"))
 
 
-def test_composed_and_decomposed_labels_are_one_class(tmp_path: Path) -> None:
+def test_held_out_texts_are_not_in_training_and_files_stay_as_they_are(tmp_path: Path) -> None:
     path = tmp_path / "text"
-    path.write_text("caf\u00e9\ta\ncafe\u0301\tb\nbar\tc\n", encoding="utf-8")
-    found = read_labelled(path)
-    assert found.labels == ("bar", "caf\u00e9")
-    assert found.classes.tolist() == [1, 1, 0]
-    assert read_labelled(path, ["cafe\u0301", "bar"]).classes.tolist() == [0, 0, 1]
-
-
-def test_parts_share_no_text_and_what_is_given_stays() -> None:
-    texts = [f"text {i % 40}" for i in range(50)]
-    corpus = LabelledCorpus(texts, np.arange(50) % 3, ("a", "b", "c"), "mine", dropped=4)
-    parts = split_labelled(corpus, 0.1)
-    assert [len(set(parts[name].texts)) for name in ("train", "valid", "test")] == [32, 4, 4]  # type: ignore[index]
-    assert sum(len(part) for part in parts.values()) == 50
-    assert not set(parts["train"].texts) & {*parts["valid"].texts, *parts["test"].texts}
-    assert parts["train"].dropped == 4
-    for part in parts.values():
-        assert all(part.classes[i] == texts.index(text) % 3 or int(text[5:]) < 10 for i, text in enumerate(part.texts))
-    with_valid = split_labelled(corpus, 0.1, {"valid": parts["valid"]})
-    assert with_valid["test"].texts == parts["test"].texts
-    assert len(with_valid["train"]) == len(parts["train"]) + len(parts["valid"])
-    assert with_valid["train"].texts == [text for text in texts if text not in parts["test"].texts]
-    with pytest.raises(ValueError, match=r"mine: 2 different texts are too few .* give valid_text and test_text"):
-        split_labelled(corpus.take([0, 1], "mine"), 0.1)
+    path.write_text("".join(f"{'abc'[i % 3]}\ttext {i % 40}\n" for i in range(50)) + "\n" * 4)
+    corpora = read_labelled_corpora(ClassificationDataConfig(train_text=path, held_out=0.1))
+    train, valid, test = corpora.values()
+    assert [len(set(corpus.texts)) for corpus in (train, valid, test)] == [32, 4, 4]
+    assert sum(map(len, (train, valid, test))) == 50
+    assert not set(train.texts) & {*valid.texts, *test.texts}
+    assert train.dropped == 4
+    for corpus in (train, valid, test):
+        expected = {(f"text {i % 40}", i % 3) for i in range(50)}
+        assert set(zip(corpus.texts, corpus.classes.tolist(), strict=True)) <= expected
+    (tmp_path / "valid").write_text("a\tother\n")
+    data = ClassificationDataConfig(train_text=path, valid_text=tmp_path / "valid", held_out=0.1)
+    given = read_labelled_corpora(data)
+    assert (given["valid"].texts, given["test"].texts) == (["other"], test.texts)
+    assert given["train"].texts == [line for i in range(50) if (line := f"text {i % 40}") not in test.texts]
+    path.write_text("a\tx\nb\ty\n")
+    with pytest.raises(ValueError, match=r"train: 2 different texts are too few .* give valid_text and test_text"):
+        read_labelled_corpora(ClassificationDataConfig(train_text=path))
 
 
 def test_scores_against_counting_by_hand() -> None:
@@ -83,13 +81,12 @@ def test_scores_against_counting_by_hand() -> None:
     logits[range(6), predicted] = 2.0
     found = score_logits(logits.split([4, 2]), corpus)
     assert found.accuracy == 3 / 6
-    rows = [(each.label, each.texts, each.precision, each.recall, each.f1) for each in found.each]
-    assert rows == [
-        ("a", 3, 1.0, 2 / 3, pytest.approx(0.8)),
-        ("b", 2, 1 / 3, 1 / 2, pytest.approx(0.4)),
-        ("c", 1, 0.0, 0.0, 0.0),
-        ("never", 0, 0.0, 0.0, 0.0),
-    ]
+    assert found.each == {
+        "a": (3, 1.0, 2 / 3, pytest.approx(0.8)),
+        "b": (2, 1 / 3, 1 / 2, pytest.approx(0.4)),
+        "c": (1, 0.0, 0.0, 0.0),
+        "never": (0, 0.0, 0.0, 0.0),
+    }
     assert found.macro_f1 == pytest.approx((0.8 + 0.4 + 0.0) / 3)  # what neither occurs nor is predicted is left out
     loss = -logits.double().log_softmax(-1)[range(6), wanted].mean()
     assert found.loss == pytest.approx(float(loss), rel=1e-6)
@@ -98,9 +95,10 @@ def test_scores_against_counting_by_hand() -> None:
     )
 
 
-def test_number_words_need_no_file() -> None:
-    parts = read_labelled_corpora(ClassificationDataConfig(size=200))
-    assert [len(parts[name]) for name in ("train", "valid", "test")] == [160, 20, 20]  # type: ignore[index]
-    train = parts["train"]
+def test_number_words_are_labelled_by_their_digits() -> None:
+    corpora = read_labelled_corpora(ClassificationDataConfig(size=200))
+    assert [len(corpus) for corpus in corpora.values()] == [160, 20, 20]
+    train = corpora["train"]
     assert train.labels == ("1", "2", "3", "4", "5", "6")
-    assert train.labels[train.classes[train.texts.index(next(t for t in train.texts if " " not in t))]] in ("1", "2")
+    words = {text: train.labels[i] for text, i in zip(train.texts, train.classes, strict=True)}
+    assert {label for text, label in words.items() if " " not in text} == {"1", "2"}

@@ -34,7 +34,7 @@ __all__ = ["app", "main"]
 _LONGEST = 2000  # characters of an error
 
 # As --help lists them.
-for _module in (*(f"{kind}.commands" for kind in KINDS), "cli.serve", "cli.commands", "cli.inspection"):
+for _module in (*(f"{kind}.commands" for kind in KINDS), "cli.commands", "cli.inspection"):
     import_module(f"fastformer.apps.{_module}")
 
 

@@ -1,10 +1,12 @@
-"""`fastformer evaluate | export | info`, for runs of every kind, and `fastformer --version`."""
+"""`fastformer serve | evaluate | export | info`, for runs of every kind, and `fastformer --version`."""
 
 import functools
 import inspect
 import os
 import platform
+import socket
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from importlib import import_module, metadata
 from pathlib import Path
 from typing import Annotated, Any
@@ -28,21 +30,14 @@ from fastformer.functional.choice import INSTALL_TRITON
 from fastformer.settings import check_value
 
 _TRANSLATION = "Of translation runs"
-FORMATS = ("ctranslate2", "safetensors")
 _ABSENT = "not installed"
 
 
 def application_function(run: Path, name: str, options: Mapping[str, Any]) -> Callable[..., Any]:
     """Return a function from the `commands.py` of a run's application, with its options bound.
 
-    Args:
-        run: the run folder.
-        name: the name of the function.
-        options: options of all applications by name, settings as a dictionary; None, False and {} mean not given.
-
-    Raises:
-        FileNotFoundError: there is no such run.
-        ValueError: an option is missing, or is not for runs of this kind.
+    options: those of all applications; None, False and {} mean not given. Raises ValueError for an option that is
+    missing, or not for runs of this kind.
     """
     application = application_of(read_kind(run))
     function = getattr(import_module(f"fastformer.apps.{application.kind}.commands"), name)
@@ -54,6 +49,47 @@ def application_function(run: Path, name: str, options: Mapping[str, Any]) -> Ca
         if option not in parameters and value not in (None, False, {}):
             raise ValueError(f"{about}; {flag(next(iter(value)) if isinstance(value, dict) else option)} is not for it")
     return functools.partial(function, **{name: value for name, value in options.items() if name in parameters})
+
+
+@app.command(rich_help_panel=USE)
+def serve(
+    run: RunFolder,
+    host: Annotated[str, typer.Option(help="address to listen at; 0.0.0.0: every network")] = "127.0.0.1",
+    port: Annotated[int, whole_number("port to listen at; 0: any free one")] = 8000,
+    checkpoint: Checkpoint = "best",
+    device: Device = "auto",
+) -> None:
+    """Serve a page and a JSON API on this machine to try a run's model. Ctrl-C ends it."""
+    try:
+        import uvicorn
+
+        from fastformer.apps.serve.api import Api
+        from fastformer.apps.serve.served_model import served_model
+    except ModuleNotFoundError as error:
+        if error.name not in ("starlette", "uvicorn"):
+            raise
+        raise ImportError(f"serving needs {error.name}: pip install 'fastformer[serve]'") from None
+    check_value("port", port, int, at_least=0, at_most=65_535)
+    with listen(host, port) as listener:
+        model = served_model(run, checkpoint, choose_device(device))
+        application = Api(model, Path(run).resolve().name).application(host)
+        address = listener.getsockname()
+        shown = f"[{address[0]}]" if ":" in address[0] else address[0]
+        console.print(f"Serving {run} at http://{shown}:{address[1]} (Ctrl-C ends)")
+        console.file.flush()  # into a pipe, too
+        logs = {"log_config": None, "log_level": "warning", "access_log": False}
+        config = uvicorn.Config(application, **logs, lifespan="on", timeout_graceful_shutdown=5, timeout_keep_alive=75)
+        with suppress(KeyboardInterrupt):  # raised again by uvicorn after a clean end
+            uvicorn.Server(config).run(sockets=[listener])
+
+
+def listen(host: str, port: int) -> socket.socket:
+    """Return a socket that listens at an address; OSError names the address and the reason."""
+    try:
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        return socket.create_server((host, port), family=family, backlog=512)
+    except OSError as error:
+        raise OSError(f"cannot listen at {host}:{port}: {error.strerror or error}") from None
 
 
 @app.command(rich_help_panel=USE)
@@ -122,7 +158,7 @@ def export(
     """Write a run's model and tokenizers for another program."""
     if Path(os.path.realpath(to)).is_relative_to(os.path.realpath(run)):  # unlike resolve, takes a loop of links
         raise ValueError(f"--to {to} is in the run folder {run}; choose a folder outside")
-    check_value("format", format, str, choices=FORMATS)
+    check_value("format", format, str, choices=("ctranslate2", "safetensors"))
     if format == "safetensors" and quantization is not None:
         raise ValueError("--quantization is not for format safetensors; leave it out")
     application = application_of(read_kind(run))
@@ -156,11 +192,19 @@ def info(run: Annotated[Path | None, typer.Option(help="run folder to describe, 
     device = "cuda" if torch.cuda.is_available() else "cpu"
     choice = fastformer.get_backend()
     others = ", ".join(f"{name} {_version(name)}" for name in ("numpy", "sentencepiece"))
+    triton = next((v for v in map(_version, ("triton", "triton-windows")) if v != _ABSENT), None)
+    interpreter = os.environ.get("TRITON_INTERPRET")
+    about_triton = f"{triton}{(interpreter and f', TRITON_INTERPRET={interpreter}') or ''}"
+    gpus = [
+        f"GPU {i}: {x.name}, compute capability {x.major}.{x.minor}, {x.multi_processor_count} multiprocessors, "
+        f"{x.total_memory / 2**30:.0f} GiB"
+        for i, x in enumerate(map(torch.cuda.get_device_properties, range(torch.cuda.device_count())))
+    ]
     lines = [
         f"fastformer {fastformer.__version__}, Python {platform.python_version()}, torch {torch.__version__}, {others}",
-        _triton(),
+        f"Triton: {about_triton if triton else f'not installed ({INSTALL_TRITON})'}",
         f"CPU threads: {torch.get_num_threads()}",
-        *_gpus(),
+        *(gpus or ["GPU: none"]),
         f"backend: {choice} (environment variable FASTFORMER_BACKEND=auto|triton|reference)",
     ]
     if choice != "auto":
@@ -181,23 +225,6 @@ def _version(distribution: str) -> str:
         return metadata.version(distribution)
     except metadata.PackageNotFoundError:
         return _ABSENT
-
-
-def _triton() -> str:
-    versions = [v for v in map(_version, ("triton", "triton-windows")) if v != _ABSENT]
-    if not versions:
-        return f"Triton: not installed ({INSTALL_TRITON})"
-    interpreter = os.environ.get("TRITON_INTERPRET")
-    return f"Triton: {versions[0]}" + (f", TRITON_INTERPRET={interpreter}" if interpreter else "")
-
-
-def _gpus() -> list[str]:
-    properties = [torch.cuda.get_device_properties(i) for i in range(torch.cuda.device_count())]
-    return [
-        f"GPU {i}: {x.name}, compute capability {x.major}.{x.minor}, {x.multi_processor_count} multiprocessors, "
-        f"{x.total_memory / 2**30:.0f} GiB"
-        for i, x in enumerate(properties)
-    ] or ["GPU: none"]
 
 
 def _ops(choice: Backend, device: str) -> list[str]:

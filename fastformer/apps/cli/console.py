@@ -63,10 +63,8 @@ def input_batches(
     if sys.stdin is None:  # translate <&-
         raise ValueError(f"standard input is closed: give {what}, or --input")
     if sys.stdin.isatty():
-        if output is not None:
-            raise ValueError(f"--output needs {what} as arguments or in a file: give them, or --input")
         console.print("Type a line and press Enter; Ctrl-D ends.", style="dim")
-        return ([line.strip()] for line in sys.stdin)
+        batch_size = 1
     refuse_output(output, Path("/dev/stdin"))
     lines = lines_of(sys.stdin.buffer, "standard input")
     if sys.stdin.buffer.seekable():  # a file, of which all lines are checked first

@@ -12,8 +12,7 @@ from fastformer.apps.cli.console import MAIN_RUN, Checkpoint, Device, RunFolder,
 from fastformer.apps.cli.options import INSPECT, App, whole_number
 from fastformer.apps.models.embeddings import sinusoidal_positions
 from fastformer.apps.plots.figure import check_png
-from fastformer.apps.runs.folder import DATA, config_of, read_kind, read_toml, refuse_output
-from fastformer.apps.text.files import read_json
+from fastformer.apps.runs.folder import config_of, read_kind, read_toml, refuse_output
 from fastformer.apps.train import read_metrics
 from fastformer.apps.train.metrics import JSONL, LOWER_IS_BETTER
 from fastformer.settings import check_value
@@ -123,8 +122,6 @@ def compare(
     for name, values in (_rows(results) | differing).items():
         table.add_row(name, *map(_formatted, values))
     console.print(table)
-    if any(name.startswith("text.") for name in differing):
-        console.print("The runs differ in text or tokens: their losses and perplexities do not compare.")
     if bootstrap is not None:
         for score in application_function(runs[0], "compare_systems", {})(runs, bootstrap):
             p_value = "" if score.p_value is None else f"  p = {score.p_value:.4f}"
@@ -137,11 +134,9 @@ def _records(run: Path) -> list[dict[str, Any]]:
 
 
 def _settings(run: Path) -> dict[str, Any]:
-    """Return all of config.toml as "section.key", and the begin of the text's checksums as "text.key"."""
+    """Return all of config.toml as "section.key"."""
     sections = {name: values for name, values in read_toml(config_of(run)).items() if isinstance(values, dict)}
-    report = read_json(run / DATA) if (run / DATA).is_file() else {}
-    sections["text"] = {name: str(report[name])[:8] for name in ("fingerprint", "validation") if name in report}
-    return {f"{section}.{key}": value for section, values in sections.items() for key, value in values.items()}
+    return {f"{section}.{name}": value for section in sections for name, value in sections[section].items()}
 
 
 def _results(records: list[dict[str, Any]], settings: dict[str, Any]) -> dict[str, Any]:

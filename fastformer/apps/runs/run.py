@@ -62,10 +62,7 @@ class Run(ABC):
         device: torch.device | str = "cpu",
         given: Given | None = None,
     ) -> None:
-        """Read the data, learn the vocabularies unless tokenizers are given, and encode the training data.
-
-        given: settings that a user stated, by section; `automatic_settings` chooses all others. None: none is chosen.
-        """
+        """Read the data, learn the vocabularies unless tokenizers are given, encode, and choose what `create` says."""
         self.folder, self.train_config, self.device = folder, train, torch.device(device)
         self.data, self.corpora = self.read(data)
         chosen: dict[str, Any] = {}
@@ -82,7 +79,7 @@ class Run(ABC):
         self.batches = self.make_batches(self.data, self.train_config)
 
     def chosen_data(self, given: Given) -> dict[str, Any]:
-        """Choose settings of the data that must be known before the vocabularies are learned."""
+        """Choose the settings of the data that the vocabularies are learned with."""
         pieces = self.data.tokenizer in ("bpe", "unigram")
         return {"vocabulary": vocabulary_size(self.sides())} if pieces and "vocabulary" not in given["data"] else {}
 

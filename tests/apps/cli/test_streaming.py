@@ -1,7 +1,6 @@
 """Commands that read lines answer by batch and in order, through pipes too, and keep what is finished."""
 
 import math
-import os
 import select
 import subprocess
 import sys
@@ -12,13 +11,13 @@ import torch
 pytest.importorskip("typer", reason="the command line needs the extra `apps`")
 
 from fastformer.apps.cli.console import check_output, input_batches, put_lines
-from fastformer.apps.text import TextError, WordTokenizer
+from fastformer.apps.text import WordTokenizer
 from fastformer.apps.train import TrainConfig
 from fastformer.apps.translation.model import TranslationConfig, TranslationModel
 from fastformer.apps.translation.run import DataConfig, TranslationRun
 from tests.apps.conftest import LINES
-from tests.apps.runs.test_folders import ENVIRONMENT
 from tests.support.command_line import fastformer
+from tests.support.python import variables
 from tests.support.run_folders import save_run
 
 COMMANDS = {
@@ -36,36 +35,17 @@ def inputs(command, name):
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(not os.path.exists("/dev/fd"), reason="names of open pipes")
 def test_a_program_at_the_other_end_of_a_pipe_gets_each_answer(runs):
-    whole = fastformer(*COMMANDS["generate"], *inputs("generate", "lines"), cwd=runs).stdout.splitlines()
-    reader, writer = os.pipe()
-    command = [*COMMANDS["generate"], *inputs("generate", f"/dev/fd/{reader}"), "--batch-size", "1", "--device", "cpu"]
-    process = subprocess.Popen(
-        [sys.executable, "-m", "fastformer", *command],
-        stdin=reader, stdout=subprocess.PIPE, pass_fds=[reader], cwd=runs, env=ENVIRONMENT,
-        bufsize=0,
-    )  # fmt: skip
-    assert process.stdout is not None
-    for line, answer in list(zip(LINES, whole, strict=True))[:3]:
-        os.write(writer, f"{line}\n".encode())
-        assert select.select([process.stdout], [], [], 600)[0], "no answer to a line"
-        assert process.stdout.readline().decode() == f"{answer}\n"
-    os.close(reader), os.close(writer)
-    assert process.communicate(timeout=600)[0] == b""
+    whole = fastformer(*COMMANDS["translate"], "--input", "lines", cwd=runs).stdout.splitlines()
+    command = [sys.executable, "-m", "fastformer", *COMMANDS["translate"], "--batch-size", "1", "--device", "cpu"]
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "bufsize": 0}
+    with subprocess.Popen(command, cwd=runs, env=variables(OMP_NUM_THREADS="1"), **pipes) as process:
+        for line, answer in list(zip(LINES, whole, strict=True))[:3]:
+            process.stdin.write(f"{line}\n".encode())
+            assert select.select([process.stdout], [], [], 600)[0], "no answer to a line"
+            assert process.stdout.readline().decode() == f"{answer}\n"
+        assert process.communicate(timeout=600)[0] == b""
     assert process.returncode == 0
-
-
-def test_lines_of_a_pipe_are_read_batch_by_batch(monkeypatch):
-    reader, writer = os.pipe()
-    with os.fdopen(reader, encoding="utf-8") as stdin:
-        monkeypatch.setattr(sys, "stdin", stdin)
-        batches = input_batches(None, None, None, "texts", 2)
-        os.write(writer, b"a\nb\n")
-        assert next(batches) == ["a", "b"]  # before the pipe ends
-        os.write(writer, b"c\n")
-        os.close(writer)
-        assert list(batches) == [["c"]]
 
 
 @pytest.mark.parametrize("command", COMMANDS)
@@ -110,30 +90,18 @@ def test_a_wrong_byte_gives_an_error_before_any_answer(runs, tmp_path, command):
     assert [path.name for path in tmp_path.iterdir()] == ["wrong"]
 
 
-def test_lines_of_a_file_are_read_several_batches_ahead(tmp_path):
-    (tmp_path / "lines").write_text("a\nb\nc\nd\ne\n")
-    given = input_batches(None, tmp_path / "lines", tmp_path / "out", "texts", 2, ahead=2)
-    assert list(given) == [["a", "b", "c", "d"], ["e"]]
-    (tmp_path / "lines").write_text("")
-    with pytest.raises(TextError, match="the file is empty"):
-        input_batches(None, tmp_path / "lines", tmp_path / "out", "texts", 2)
-
-
 def test_an_interrupted_output_stays_beside_the_earlier_one_and_is_named(tmp_path, caplog):
-    out = tmp_path / "out"
+    out, partial = tmp_path / "out", tmp_path / "out.partial"
     out.write_text("earlier\n")
-    (tmp_path / "out.partial").write_text("of another run\n")
+    partial.write_text("of another run\n")
 
     def lines():
-        yield "one"
-        assert (tmp_path / "out.2.partial").read_text() == "one\n"  # as soon as it is there
-        yield "two"
+        yield from ("one", "two")
         raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
         put_lines(lines(), out)
-    assert out.read_text() == "earlier\n"
-    assert (tmp_path / "out.partial").read_text() == "of another run\n"
+    assert (out.read_text(), partial.read_text()) == ("earlier\n", "of another run\n")
     assert (tmp_path / "out.2.partial").read_text() == "one\ntwo\n"
     assert f"{tmp_path / 'out.2.partial'} holds what was finished" in caplog.text
     put_lines(iter(["three"]), out)

@@ -17,7 +17,7 @@ import pytest
 pytest.importorskip("typer", reason="the command line needs the extra `apps`")
 uvicorn = pytest.importorskip("uvicorn", reason="serving needs the extra `serve`")
 
-from fastformer.apps.cli.serve import listen
+from fastformer.apps.cli.commands import listen
 from fastformer.apps.serve.api import Api, Limits
 from fastformer.apps.serve.served_model import served_model
 from fastformer.apps.serve.worker import ModelWorker, QueueFullError

@@ -42,10 +42,10 @@ class SequenceBatch:
         return int(self._lengths()[-1].sum())
 
     def to(self, device: torch.device | str, non_blocking: bool = False) -> Self:
-        """Return the batch with its ids on `device`; the lengths stay on the CPU.
+        """Return the batch with its ids on `device`, without waiting; the lengths stay on the CPU.
 
         On a device other than the CPU the attribute `layouts` holds the layout of each side, sent in the same transfer.
-        It is not a field, so that `dataclasses.replace` drops it with the old lengths. The call never waits.
+        It is not a field, so that `dataclasses.replace` drops it with the old lengths.
         """
         lengths = {side.lengths for side in self.SIDES}
         names = [name for name, value in vars(self).items() if isinstance(value, Tensor) and name not in lengths]
@@ -101,9 +101,9 @@ class LanguageBatch(SequenceBatch):
 
 @dataclass(frozen=True)
 class LabelledBatch(SequenceBatch):
-    """B sequences. Ids are int64, packed `[T]` or padded at the end `[B, L]`; labels have the shape of ids, or `[B]`.
+    """B sequences, none of them empty. Ids are int64, packed `[T]` or padded at the end `[B, L]`.
 
-    Labels `[B]` are one for each sequence; the loss ignores -100.
+    Labels have the shape of ids, or are one for each sequence, `[B]`; the loss ignores -100.
     """
 
     ids: Tensor
@@ -119,12 +119,6 @@ class LabelledBatch(SequenceBatch):
         if labels.dim() == 2:
             labels = labels[torch.arange(labels.shape[1], device=labels.device) < self.lengths[:, None]]
         return int((labels != IGNORED).sum())
-
-    def share(self, rank: int, world: int) -> Self | None:
-        if self.labels.shape == self.ids.shape == self.lengths.shape and bool((self.lengths != 1).any()):
-            # With as many packed tokens as sequences, labels may belong to either, so the batch is not divided.
-            return self if rank == 0 else None
-        return super().share(rank, world)
 
     def _select(self, sequences: slice) -> Self:
         of_rows = len(self.labels) == len(self)

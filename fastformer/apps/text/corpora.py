@@ -84,16 +84,12 @@ def read_parallel(
     return ParallelCorpus(sources, targets, name or Path(source_path).name, left_out)
 
 
-def split(
-    corpus: ParallelCorpus, validation: int, test: int, seed: int
-) -> tuple[ParallelCorpus, ParallelCorpus, ParallelCorpus]:
+def split(corpus: ParallelCorpus, validation: int, test: int, seed: int) -> tuple[ParallelCorpus, ...]:
     """Shuffle a corpus and split it into training, validation and test pairs with no pair in common.
 
     Held-out pairs are distinct, and copies of them are dropped from training (Europarl repeats formulas thousands of
-    times). Raises ``ValueError`` for a negative count, and ``TextError`` if no pair would be left for training.
+    times). Raises ``TextError`` if no pair would be left for training.
     """
-    for name, value in (("validation", validation), ("test", test)):
-        check_value(name, value, int, at_least=0)
     held_out: dict[tuple[str, str], int] = {}
     train = []
     for i in np.random.default_rng(seed).permutation(len(corpus)).tolist():
@@ -169,9 +165,7 @@ def read_text(path: str | Path, document: DocumentKind = "line", name: str | Non
     return TextCorpus([lines[start:end] for start, end in pairwise(bounds)], name or Path(path).name)
 
 
-def hold_out(
-    keys: Sequence[Hashable], share: float, seed: int, name: str, what: str
-) -> tuple[list[int], list[int], list[int]]:
+def hold_out(keys: Sequence[Hashable], share: float, seed: int, name: str, what: str) -> list[list[int]]:
     """Draw `share` of the distinct items each for validation and testing, the rest for training.
 
     Items with equal keys go to the same set, so that no held-out item is seen in training. Returns the indices of each
@@ -188,18 +182,14 @@ def hold_out(
             "for testing; give valid_text and test_text"
         )
     order = np.random.default_rng(seed).permutation(len(groups))
-    train, valid, test = (
-        sorted(i for group in chosen for i in groups[group])
-        for chosen in (order[2 * count :], order[:count], order[count : 2 * count])
-    )
-    return train, valid, test
+    sets = order[2 * count :], order[:count], order[count : 2 * count]
+    return [sorted(i for group in chosen for i in groups[group]) for chosen in sets]
 
 
-def split_text(corpus: TextCorpus, share: float, seed: int) -> tuple[TextCorpus, TextCorpus, TextCorpus]:
+def split_text(corpus: TextCorpus, share: float, seed: int) -> tuple[TextCorpus, ...]:
     """Draw `share` of the documents each for validation and testing; see `hold_out`. Equal documents stay together."""
     sets = hold_out([tuple(document) for document in corpus.documents], share, seed, corpus.name, "documents")
-    train, valid, test = (
-        TextCorpus([corpus.documents[i] for i in indices], name)
-        for indices, name in zip(sets, ("train", "valid", "test"), strict=True)
+    names = ("train", "valid", "test")
+    return tuple(
+        TextCorpus([corpus.documents[i] for i in indices], name) for indices, name in zip(sets, names, strict=True)
     )
-    return train, valid, test

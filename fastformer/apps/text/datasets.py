@@ -140,10 +140,7 @@ def prepare(name: str, from_path: str | Path, to_folder: str | Path) -> str:
 
 
 def _prepared(folder: str | Path, *endings: str) -> list[list[Path]]:
-    """Return the files with these endings for training, validation and test.
-
-    Raises ``FileNotFoundError`` for a missing file.
-    """
+    """Return the files with these endings for training, validation and test."""
     paths = [[Path(folder, f"{name}.{ending}") for ending in endings] for name in SPLITS]
     if missing := [path for each in paths for path in each if not path.is_file()]:
         raise FileNotFoundError(f"{missing[0]}: no such file; make the folder with: fastformer data NAME --from PATH")
@@ -152,7 +149,7 @@ def _prepared(folder: str | Path, *endings: str) -> list[list[Path]]:
 
 def open_dataset(
     folder: str | Path, source_language: str, target_language: str, limit: int | None = None
-) -> tuple[ParallelCorpus, ParallelCorpus, ParallelCorpus]:
+) -> tuple[ParallelCorpus, ...]:
     """Read training, validation and test pairs of a prepared folder.
 
     limit: the most training pairs, the first ones; None: all. Europarl's are in random order.
@@ -163,20 +160,14 @@ def open_dataset(
     if source_language == target_language:
         raise ValueError(f"the languages must be two different ones, not {source_language!r} twice")
     pairs = zip(SPLITS, _prepared(folder, source_language, target_language), (limit, None, None), strict=True)
-    train, valid, test = (read_parallel(source, target, name, most) for name, (source, target), most in pairs)
-    return train, valid, test
+    return tuple(read_parallel(source, target, name, most) for name, (source, target), most in pairs)
 
 
-def open_text_dataset(
-    folder: str | Path, document: DocumentKind | None = None
-) -> tuple[TextCorpus, TextCorpus, TextCorpus]:
+def open_text_dataset(folder: str | Path, document: DocumentKind | None = None) -> tuple[TextCorpus, ...]:
     """Read training, validation and test text of a prepared folder.
 
     document: what counts as a document; None: an article. Raises ``FileNotFoundError`` for a folder without text, and
     ``TextError`` if a file is damaged.
     """
     paths = _prepared(folder, "txt")
-    train, valid, test = (
-        read_text(path, document or "article", name) for name, [path] in zip(SPLITS, paths, strict=True)
-    )
-    return train, valid, test
+    return tuple(read_text(path, document or "article", name) for name, [path] in zip(SPLITS, paths, strict=True))

@@ -16,8 +16,6 @@ from pathlib import Path
 
 import torch
 
-from fastformer.settings import check_value
-
 from .corpora import TextCorpus
 from .files import TextError
 
@@ -26,20 +24,15 @@ _SHORTEST = 8  # words; shorter docstrings are mostly "Return self." and the lik
 _SKIPPED_FOLDERS = {"site-packages", "test", "tests", "idlelib", "lib2to3", "__pycache__"}
 
 
-def docstring_corpora(
-    size: int = 2_000_000, roots: dict[str, Path] | None = None
-) -> tuple[TextCorpus, TextCorpus, TextCorpus]:
+def docstring_corpora(size: int = 2_000_000, roots: dict[str, Path] | None = None) -> tuple[TextCorpus, ...]:
     """Return training, validation and test docstrings.
 
     Args:
         size: characters to collect for all three corpora together; files are read until there are so many.
         roots: name -> folder of Python files; by default the standard library and torch.
 
-    Raises:
-        ValueError: size is below 1.
-        TextError: no docstring was found for one of the corpora.
+    Raises ``TextError`` if no docstring was found for one of the corpora.
     """
-    check_value("size", size, int, at_least=1)
     if roots is None:
         roots = {"python": Path(sysconfig.get_paths()["stdlib"]), "torch": Path(torch.__file__).parent}
     train, valid, test = corpora = tuple(TextCorpus([], name) for name in ("train", "valid", "test"))
@@ -61,7 +54,7 @@ def docstring_corpora(
         if not corpus.documents:
             folders = ", ".join(map(str, roots.values())) or "no folder"
             raise TextError(f"no docstring for {corpus.name} within {size:,} characters of {folders}; raise the size")
-    return train, valid, test
+    return corpora
 
 
 def _files(roots: dict[str, Path]) -> Iterator[tuple[str, Path]]:

@@ -109,7 +109,7 @@ LANGUAGES: dict[str, Callable[[int], str]] = {"fr": french, "de": german}
 
 def number_corpus(
     language: str, train: int = 10_000, valid: int = 500, test: int = 500, seed: int = 1
-) -> tuple[ParallelCorpus, ParallelCorpus, ParallelCorpus]:
+) -> tuple[ParallelCorpus, ...]:
     """Return training, validation and test pairs of English numbers and translations into `language` ("fr" or "de").
 
     No number is in two corpora. Training has every number below 1,000 (below ``train // 2`` if that is less), so that
@@ -117,20 +117,17 @@ def number_corpus(
     equally often as long as there are such numbers. Half of them have many zeros, because numbers such as 500,002 would
     hardly occur in a uniform draw. The corpora depend on the arguments only.
 
-    Raises ``ValueError`` for an unknown language, a count < 1, and more pairs than there are numbers.
+    Raises ``ValueError`` for an unknown language, and for more pairs than there are numbers.
     """
     check_value("language", language, str, choices=LANGUAGES)
-    for name, value in (("train", train), ("valid", valid), ("test", test)):
-        check_value(name, value, int, at_least=1)
     small = min(1000, train // 2)
     drawn = _draw(train - small + valid + test, random.Random(seed))
     numbers = {"train": [*range(small), *drawn[valid + test :]], "valid": drawn[:valid], "test": drawn[valid:][:test]}
     translate = LANGUAGES[language]
-    train_corpus, valid_corpus, test_corpus = (
-        ParallelCorpus([english(n) for n in chosen], [translate(n) for n in chosen], name=name)
+    return tuple(
+        ParallelCorpus([english(n) for n in chosen], [translate(n) for n in chosen], name)
         for name, chosen in numbers.items()
     )
-    return train_corpus, valid_corpus, test_corpus
 
 
 def _with_zeros(number: int, generator: random.Random) -> int:

@@ -8,18 +8,18 @@ import logging
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 from fastformer.settings import check_value
 
 # Tokenizers of sacrebleu that need no download.
 BLEU_TOKENIZERS = ("13a", "intl", "zh", "ja-mecab", "ko-mecab", "char", "none")
-# By the first part of a language's name, in ISO 639-1 and 639-3.
+# By the first part of a language's name, in ISO 639-1 and 639-3; `char` where sacrebleu has no tokenizer of words.
 _BY_LANGUAGE = {
-    "zh": ("zh", "zho", "cmn", "yue"),
-    "ja-mecab": ("ja", "jpn"),
-    "ko-mecab": ("ko", "kor"),
-    "char": ("th", "tha", "lo", "lao", "km", "khm", "my", "mya", "bo", "bod"),
+    **dict.fromkeys(("zh", "zho", "cmn", "yue"), "zh"),
+    **dict.fromkeys(("ja", "jpn"), "ja-mecab"),
+    **dict.fromkeys(("ko", "kor"), "ko-mecab"),
+    **dict.fromkeys(("th", "tha", "lo", "lao", "km", "khm", "my", "mya", "bo", "bod"), "char"),
 }
 _NEEDS_SPACES = ("13a", "intl", "none")
 _LETTER = re.compile(r"[^\W\d_]")
@@ -33,9 +33,7 @@ logger = logging.getLogger("fastformer")
 
 @dataclass(frozen=True)
 class Scores:
-    """BLEU, chrF and TER from 0 to 100 (TER: above, too, and lower is better), each with its signature.
-
-    Scores with equal signatures of sacrebleu can be compared.
+    """BLEU, chrF and TER from 0 to 100 (TER: above, too, and lower is better), each with sacrebleu's signature.
 
     Attributes:
         exact: share of sentences that equal a reference, 0 to 1.
@@ -62,17 +60,13 @@ class Scores:
 
 
 def bleu_tokenizer(language: str) -> str:
-    """Return the name of sacrebleu's tokenizer for a target language such as `de`, `zh-CN` or `jpn_Jpan`.
-
-    `char` is for languages without spaces for which sacrebleu has no tokenizer of words.
-    """
-    code = re.split("[-_]", language.lower())[0]
-    return next((name for name, codes in _BY_LANGUAGE.items() if code in codes), "13a")
+    """Return the name of sacrebleu's tokenizer for a target language such as `de`, `zh-CN` or `jpn_Jpan`."""
+    return _BY_LANGUAGE.get(re.split("[-_]", language.lower())[0], "13a")
 
 
 def check_bleu_tokenizer(tokenizer: str) -> None:
     """Raise ValueError for an unknown BLEU tokenizer, and ImportError if a package that it needs is not installed."""
-    _bleu(tokenizer)
+    _metrics(tokenizer)
 
 
 def warn_without_spaces(tokenizer: str, references: Sequence[str]) -> None:
@@ -110,22 +104,19 @@ def score_translations(
         ValueError: the numbers of sentences differ, there is none, or there is no such tokenizer.
         ImportError: sacrebleu is not installed (it comes with the extra `apps`), or a package that the tokenizer needs.
     """
-    lists = _checked([translations], [references, *more_references])
-    metrics = _metrics(tokenizer, lowercase)
-    for metric in metrics.values():
-        _return_floats(metric)
+    _check_counts(references, translations, *more_references)
+    lists = [list(references), *map(list, more_references)]
     warn_without_spaces(tokenizer, references)
-    scores = {
-        name: metric.corpus_score(list(translations), lists, n_bootstrap=max(bootstrap, 1))
-        for name, metric in metrics.items()
-    }
+    values: dict[str, Any] = {}
+    intervals = {}
+    for name, metric in _metrics(tokenizer, lowercase).items():
+        _return_floats(metric)
+        score = metric.corpus_score(list(translations), lists, n_bootstrap=max(bootstrap, 1))
+        values |= {name: score.score, f"{name}_signature": str(metric.get_signature())}
+        intervals[name] = float(score._ci)
     same = sum(translation in each for translation, *each in zip(translations, *lists, strict=True))
     return Scores(
-        **{name: score.score for name, score in scores.items()},
-        exact=same / len(references),
-        sentences=len(references),
-        **{f"{name}_signature": str(metric.get_signature()) for name, metric in metrics.items()},  # type: ignore[arg-type]
-        intervals={name: float(score._ci) for name, score in scores.items()} if bootstrap else {},
+        **values, exact=same / len(references), sentences=len(references), intervals=intervals if bootstrap else {}
     )
 
 
@@ -141,8 +132,7 @@ def _return_floats(metric: Any) -> None:
     metric._compute_score_from_stats = compute_float
 
 
-@dataclass(frozen=True)
-class PairedScore:
+class PairedScore(NamedTuple):
     """A score of one system, and the p-value of its difference to the first system."""
 
     system: str
@@ -160,21 +150,18 @@ def compare_translations(
     """Compare systems with the first one by paired bootstrap resampling (Koehn 2004), as sacrebleu does.
 
     Args:
-        systems: name -> translations, one for each sentence.
-        references, tokenizer: as in `score_translations`.
+        systems: name -> translations, one for each sentence; at least two systems.
+        references, tokenizer: as in `score_translations`, with its errors.
         bootstrap: number of resamples.
 
-    Returns BLEU, chrF and TER of each system; the first one has no p-value. Raises ``ValueError`` for fewer than two
-    systems, and the errors of `score_translations`.
+    Returns BLEU, chrF and TER of each system; the first one has no p-value.
     """
     from sacrebleu.significance import PairedTest
 
-    if len(systems) < 2:
-        raise ValueError(f"systems must be at least two, not {len(systems)}")
-    lists = _checked(list(systems.values()), [references])
-    metrics = _metrics(tokenizer, references=lists)
+    _check_counts(references, *systems.values())
     pairs = [(name, list(translations)) for name, translations in systems.items()]
-    _, results = PairedTest(pairs, metrics, references=None, test_type="bs", n_samples=bootstrap)()
+    test = PairedTest(pairs, _metrics(tokenizer), [list(references)], test_type="bs", n_samples=bootstrap)
+    _, results = test()
     scores = []
     for metric in [name for name in results if name != "System"]:
         first = results[metric][0].score
@@ -185,35 +172,24 @@ def compare_translations(
     return scores
 
 
-def _checked(systems: Sequence[Sequence[str]], references: Sequence[Sequence[str]]) -> list[list[str]]:
-    """Return the references as lists; raise ValueError if numbers of sentences differ or are 0."""
-    for each in (*systems, *references[1:]):
-        if len(each) != len(references[0]):
-            raise ValueError(f"{len(each)} translations and {len(references[0])} references")
-    if not references[0]:
+def _check_counts(references: Sequence[str], *others: Sequence[str]) -> None:
+    for each in others:
+        if len(each) != len(references):
+            raise ValueError(f"{len(each)} translations and {len(references)} references")
+    if not references:
         raise ValueError("there is nothing to score")
-    return [list(each) for each in references]
 
 
-def _metrics(tokenizer: str, lowercase: bool = False, references: list[list[str]] | None = None) -> dict[str, Any]:
-    from sacrebleu.metrics import CHRF, TER
-
-    return {
-        "bleu": _bleu(tokenizer, lowercase, references),
-        "chrf": CHRF(lowercase=lowercase, references=references),
-        "ter": TER(references=references),  # lower-cased, as in tercom
-    }
-
-
-def _bleu(tokenizer: str, lowercase: bool = False, references: list[list[str]] | None = None) -> Any:
-    from sacrebleu.metrics import BLEU
+def _metrics(tokenizer: str, lowercase: bool = False) -> dict[str, Any]:
+    from sacrebleu.metrics import BLEU, CHRF, TER
 
     check_value("bleu_tokenizer", tokenizer, str, choices=BLEU_TOKENIZERS)
     try:
-        return BLEU(lowercase=lowercase, tokenize=tokenizer, references=references)
+        bleu = BLEU(lowercase=lowercase, tokenize=tokenizer)
     except RuntimeError:  # MeCab or its dictionary is missing
         extra = tokenizer.partition("-")[0]
         raise ImportError(
             f"BLEU with tokenizer {tokenizer} needs MeCab: pip install 'sacrebleu[{extra}]'; or choose bleu_tokenizer "
             "char"
         ) from None
+    return {"bleu": bleu, "chrf": CHRF(lowercase=lowercase), "ter": TER()}  # TER is lower-cased, as in tercom

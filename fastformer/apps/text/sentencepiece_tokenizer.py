@@ -5,12 +5,11 @@ of threads is constant, so the same lines give the same model.
 """
 
 import io
-import json
 import logging
 import re
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Any, Literal, Self, get_args
+from typing import Any, Literal, get_args
 
 import numpy as np
 import sentencepiece
@@ -18,19 +17,7 @@ import sentencepiece
 from fastformer.settings import check_value
 
 from .files import TextError, check_texts, encode_text, read_file, read_json
-from .tokenizer import (
-    BOS,
-    EOS,
-    MODEL_FILE,
-    PAD,
-    PIECES_FILE,
-    TOKENIZER_FILE,
-    UNK,
-    SpecialIds,
-    Tokenizer,
-    json_bytes,
-    read_stored,
-)
+from .tokenizer import BOS, EOS, MODEL_FILE, PAD, PIECES_FILE, UNK, SpecialIds, Tokenizer, json_bytes
 
 ModelType = Literal["unigram", "bpe", "char", "word"]
 # Training of unigram models is quadratic in a line, 18 s of CPU for 200,000 characters, so long lines are divided; no
@@ -103,13 +90,6 @@ class SentencePieceTokenizer(Tokenizer):
     def _stored(self) -> tuple[dict[str, Any], dict[str, bytes]]:
         settings = {"special_ids": vars(self.special_ids), "lowercase": self.lowercase, "size": self.size}
         return settings, {MODEL_FILE: self.model}
-
-    @classmethod
-    def load(cls, folder: Path, content: dict[str, Any]) -> Self:
-        tokenizer = cls(read_stored(folder, MODEL_FILE, content), content["lowercase"])
-        if tokenizer.special_ids != SpecialIds(**content["special_ids"]):
-            raise TextError(f"{MODEL_FILE}: its special ids {tokenizer.special_ids} are not those of {TOKENIZER_FILE}")
-        return tokenizer
 
 
 def warn_of_salted_sampling() -> None:
@@ -247,11 +227,6 @@ class MarianTokenizer(Tokenizer):
 
     def _stored(self) -> tuple[dict[str, Any], dict[str, bytes]]:
         return {"size": self.size}, {MODEL_FILE: self.model, PIECES_FILE: json_bytes(self.words)}
-
-    @classmethod
-    def load(cls, folder: Path, content: dict[str, Any]) -> Self:
-        model, words = (read_stored(folder, name, content) for name in (MODEL_FILE, PIECES_FILE))
-        return cls(model, json.loads(words))
 
 
 def read_marian(folder: Path | str) -> tuple[MarianTokenizer, MarianTokenizer]:

@@ -10,11 +10,11 @@ from typing import Any, ClassVar, Self
 from fastformer.apps.system.files import write_file
 from fastformer.settings import check_value
 
-from .files import TextError, check_texts, read_file
+from .files import check_texts
 
 UNK, PAD, BOS, EOS = "<unk>", "<pad>", "<bos>", "<eos>"
 TOKENIZER_FILE, MODEL_FILE, PIECES_FILE = "tokenizer.json", "sentencepiece.model", "vocabulary.json"
-_CHECKSUMS = {MODEL_FILE: "sha256", PIECES_FILE: "vocabulary_sha256"}  # their names in tokenizer.json
+CHECKSUMS = {MODEL_FILE: "sha256", PIECES_FILE: "vocabulary_sha256"}  # their names in tokenizer.json
 
 
 @dataclass(frozen=True)
@@ -108,28 +108,12 @@ class Tokenizer:
         content, files = self._stored()
         for name, data in files.items():
             write_file(folder / name, data)
-            content[_CHECKSUMS[name]] = hashlib.sha256(data).hexdigest()
+            content[CHECKSUMS[name]] = hashlib.sha256(data).hexdigest()
         write_file(folder / TOKENIZER_FILE, json_bytes({"kind": self.kind, **content}))
 
     def _stored(self) -> tuple[dict[str, Any], dict[str, bytes]]:
-        """Return the settings for tokenizer.json, and the content of other files by name."""
+        """Return the settings for tokenizer.json, and the content of other files by name; see `load_tokenizer`."""
         raise NotImplementedError
-
-    @classmethod
-    def load(cls, folder: Path, content: dict[str, Any]) -> Self:
-        """Load a tokenizer that `save` wrote; `content` is that of tokenizer.json."""
-        raise NotImplementedError
-
-
-def read_stored(folder: Path, name: str, content: dict[str, Any]) -> bytes:
-    """Return the content of a tokenizer's file.
-
-    Raises ``FileNotFoundError``, and ``TextError`` if its checksum is not that of `content`, from tokenizer.json.
-    """
-    data = read_file(folder / name)
-    if hashlib.sha256(data).hexdigest() != content[_CHECKSUMS[name]]:
-        raise TextError(f"{name} is damaged, or not the file that {TOKENIZER_FILE} was written with")
-    return data
 
 
 def json_bytes(content: Any) -> bytes:

@@ -1,17 +1,15 @@
 """Learn the tokenizer that the settings of a run describe, and load a stored one."""
 
+import hashlib
+import json
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from .files import TextError, read_json
+from .files import TextError, read_file, read_json
 from .sentencepiece_tokenizer import MarianTokenizer, SentencePieceTokenizer, train_sentencepiece
-from .tokenizer import BOS, EOS, PAD, TOKENIZER_FILE, UNK, SpecialIds, Tokenizer
+from .tokenizer import BOS, CHECKSUMS, EOS, MODEL_FILE, PAD, PIECES_FILE, TOKENIZER_FILE, UNK, SpecialIds, Tokenizer
 from .word_tokenizer import WordTokenizer
-
-_KINDS: dict[str, type[Tokenizer]] = {
-    kind.kind: kind for kind in (SentencePieceTokenizer, WordTokenizer, MarianTokenizer)
-}
 
 
 def learn_tokenizer(
@@ -65,9 +63,30 @@ def load_tokenizer(folder: str | Path) -> Tokenizer:
     path = Path(folder) / TOKENIZER_FILE
     content = read_json(path)
     try:
-        if content["kind"] not in _KINDS:
-            raise TextError(f"unknown kind {content['kind']!r}; known are {', '.join(_KINDS)}")
-        return _KINDS[content["kind"]].load(path.parent, content)
+        return _load(path.parent, content)
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         reason = error if isinstance(error, ValueError) else repr(error)
         raise TextError(f"{path}: not a tokenizer file, or damaged ({reason})") from error
+
+
+def _load(folder: Path, content: dict[str, Any]) -> Tokenizer:
+    kind = content["kind"]
+    if kind == WordTokenizer.kind:
+        special_ids = SpecialIds(**content["special_ids"])
+        return WordTokenizer(content["words"], special_ids, content["lowercase"], content["splitting"])
+    if kind == MarianTokenizer.kind:
+        model, pieces = (_read_stored(folder, name, content) for name in (MODEL_FILE, PIECES_FILE))
+        return MarianTokenizer(model, json.loads(pieces))
+    if kind != SentencePieceTokenizer.kind:
+        raise TextError(f"unknown kind {kind!r}")
+    tokenizer = SentencePieceTokenizer(_read_stored(folder, MODEL_FILE, content), content["lowercase"])
+    if vars(tokenizer.special_ids) != content["special_ids"]:
+        raise TextError(f"{MODEL_FILE}: its special ids {tokenizer.special_ids} are not those of {TOKENIZER_FILE}")
+    return tokenizer
+
+
+def _read_stored(folder: Path, name: str, content: dict[str, Any]) -> bytes:
+    data = read_file(folder / name)
+    if hashlib.sha256(data).hexdigest() != content[CHECKSUMS[name]]:
+        raise TextError(f"{name} is damaged, or not the file that {TOKENIZER_FILE} was written with")
+    return data

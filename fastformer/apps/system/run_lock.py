@@ -24,7 +24,7 @@ class RunLockedError(OSError):
 
 
 def lock_run(folder: Path) -> "BaseFileLock":
-    """Lock a run folder for this process, and return the lock, whose `release` undoes one call.
+    """Create a run folder and lock it for this process; return the lock, whose `release` undoes one call.
 
     Raises:
         RunLockedError: another process holds the lock.
@@ -33,6 +33,7 @@ def lock_run(folder: Path) -> "BaseFileLock":
     from filelock import FileLock, Timeout
 
     path = folder.absolute() / LOCK
+    path.parent.mkdir(parents=True, exist_ok=True)
     with naming(path):
         holder = path.read_text("utf-8", "replace")[:200].strip() if path.is_file() else ""
         lock = FileLock(path, is_singleton=True, thread_local=False)

@@ -2,34 +2,29 @@
 
 import signal
 import threading
-from collections.abc import Callable
-from contextlib import suppress
-from types import FrameType
-from typing import Any
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 
 
-class Interrupt:
-    """In the block, the first Ctrl-C sets `requested`, calls `notice` and restores the handler.
+@contextmanager
+def interruptible(notice: Callable[[], None]) -> Iterator[threading.Event]:
+    """Yield an event; the first Ctrl-C in the block sets it, calls `notice`, and restores the signal handler.
 
-    Only the main thread may set signal handlers: in another thread this does nothing.
+    Only the main thread may set signal handlers: in another thread the event is never set.
     """
+    requested = threading.Event()
+    if threading.current_thread() is not threading.main_thread():
+        yield requested
+        return
 
-    def __init__(self, notice: Callable[[], None]) -> None:
-        self.requested = False
-        self._notice = notice
-        self._previous: Any = None
-
-    def __enter__(self) -> "Interrupt":
-        if threading.current_thread() is threading.main_thread():
-            self._previous = signal.signal(signal.SIGINT, self._handle)
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        if self._previous is not None:
-            signal.signal(signal.SIGINT, self._previous)
-
-    def _handle(self, number: int, frame: FrameType | None) -> None:
-        signal.signal(signal.SIGINT, self._previous)
-        self.requested = True
+    def handle(*_: object) -> None:
+        signal.signal(signal.SIGINT, previous)
+        requested.set()
         with suppress(RuntimeError):  # the signal may have interrupted a write to the same stream
-            self._notice()
+            notice()
+
+    previous = signal.signal(signal.SIGINT, handle)
+    try:
+        yield requested
+    finally:
+        signal.signal(signal.SIGINT, previous)

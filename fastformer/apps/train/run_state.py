@@ -4,18 +4,20 @@ A checkpoint holds the model, the optimizer, the schedule, the loss scale, the p
 last record, and the random generators of each process.
 """
 
+import dataclasses
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
+import pydantic.dataclasses
 from torch import nn
 
 from fastformer.apps.system.run_lock import locked
-from fastformer.apps.train.checkpoint import META, Checkpoint, CheckpointError
+from fastformer.apps.train.checkpoint import Checkpoint, CheckpointError
 from fastformer.apps.train.checkpoint_folder import INTERIM, CheckpointFolder
 from fastformer.apps.train.config import TrainConfig
-from fastformer.apps.train.metrics import RunningSums, is_better
+from fastformer.apps.train.metrics import RunningSums
 from fastformer.apps.train.parallel import whole_tensors, whole_weights
 from fastformer.apps.train.processes import ProcessError, Processes
 from fastformer.apps.train.randomness import random_state, seed_everything, set_random_state
@@ -46,11 +48,11 @@ class BatchSource(Protocol):
         """Yield the batches of an epoch from number `start` on."""
 
 
-@dataclass
+@pydantic.dataclasses.dataclass(config={"strict": True})
 class Position:
     """The progress of a run, saved with each checkpoint.
 
-    batch: batches of the current epoch so far. validation_due: the checkpoint was written just before a validation.
+    batch: batches of the current epoch so far. worse: validations since the best one. records: of metrics.jsonl.
     share: share of the held-out data that is validated. reserve: seconds that the end of the run will take.
     """
 
@@ -62,7 +64,6 @@ class Position:
     best_value: float | None = None
     worse: int = 0
     records: int = 0
-    validation_due: bool = False
     share: float = 1.0
     reserve: float = 0.0
 
@@ -72,7 +73,9 @@ class Position:
         return self.epoch + (self.batch > 0)
 
     def end(self, config: TrainConfig) -> str | None:
-        """Return the name of the budget that is used up; None if the run goes on."""
+        """Return the name of the budget that is used up, or "patience"; None if the run goes on."""
+        if config.patience is not None and self.worse >= config.patience:
+            return "patience"
         if config.steps is not None and self.step >= config.steps:
             return "steps"
         if config.minutes is not None and self.seconds + self.reserve >= 60 * config.minutes:
@@ -115,7 +118,7 @@ class RunState:
         sums: sums since the last record.
         metrics: of the last validation; empty if the weights were trained since.
         saved_step: step of the last checkpoint; -1 before the first.
-        saved_interim: whether the last checkpoint was saved under the name `INTERIM`.
+        saved_interim: whether the next checkpoint replaces the last one.
     """
 
     checkpoints: CheckpointFolder
@@ -140,7 +143,7 @@ class RunState:
             "scaler": self.update.scaler_state(),
             "schedule": self.schedule.state_dict(),
             "sums": self.sums.state_dict(now),
-            "position": dict(vars(self.at)),
+            "position": dataclasses.asdict(self.at),
             "random": self.processes.gather(random_state()),
             "optimizer": whole_tensors(self.update.optimizer.state_dict()["state"], self.processes),
         }
@@ -156,14 +159,28 @@ class RunState:
 
     def restore(self) -> Checkpoint:
         """Continue from the last checkpoint; see `Trainer.resume`."""
-        checkpoint = Checkpoint.open(self.processes.on_main(self._last_checkpoint))
+
+        def last_checkpoint() -> Path:
+            with locked(self.checkpoints.folder.parent):
+                return self.checkpoints.open().path
+
+        checkpoint = Checkpoint.open(self.processes.on_main(last_checkpoint))
         checkpoint.check_architecture(self.architecture)
         state = checkpoint.state()
         try:
-            self._check_settings(state, checkpoint)
+            numbers = [value for name in ("schedule", "sums") for value in state[name].values()]
+            if not all(isinstance(number, int | float | None) for number in numbers):
+                raise TypeError("a value is not a number")
+            at = Position(**{each.name: state["position"][each.name] for each in dataclasses.fields(Position)})
+            for name in ("optimizer_name", "schedule_name", *(("metric",) if at.best_value is not None else ())):
+                setting = name.removesuffix("_name")
+                if state[name] != getattr(self.config, setting):
+                    raise CheckpointError(
+                        f"{checkpoint.path}: was trained with {setting}={state[name]}, not "
+                        f"{getattr(self.config, setting)}"
+                    )
             optimizer = checkpoint.optimizer_state(self.update.parameters, self.config.optimizer)
-            at = Position(**state["position"])
-            checkpoint.load_into(self.model, self.architecture)
+            checkpoint.load_into(self.model)
             self.update.load_state_dict(optimizer, state["scaler"])
             self.schedule.load_state_dict(state["schedule"])
             self.sums.load_state_dict(state["sums"])
@@ -179,32 +196,8 @@ class RunState:
                 f"{checkpoint.path}: not a state of this run ({type(error).__name__}: {cause})"
             ) from None
         self.at, self.metrics = at, dict(checkpoint.metrics)
-        self.saved_step, self.saved_interim = checkpoint.step, checkpoint.path.name.startswith(INTERIM)
+        self.saved_step, self.saved_interim = at.step, checkpoint.path.name.startswith(INTERIM)
         return checkpoint
-
-    def _last_checkpoint(self) -> Path:
-        with locked(self.checkpoints.folder.parent):
-            return self.checkpoints.open().path
-
-    def _check_settings(self, state: dict[str, Any], checkpoint: Checkpoint) -> None:
-        """Raise CheckpointError for changed settings that a resumed run cannot change."""
-        saved = {"optimizer": state["optimizer_name"], "schedule": state["schedule_name"]}
-        if state["position"]["best_value"] is not None:
-            saved["metric"] = state["metric"]
-        for name, value in saved.items():
-            if value != getattr(self.config, name):
-                raise CheckpointError(
-                    f"{checkpoint.path}: was trained with {name}={value}, not {getattr(self.config, name)}"
-                )
-        if (step := state["position"]["step"]) != checkpoint.step:
-            raise CheckpointError(f"{checkpoint.path}: its state is of step {step}, its {META} of {checkpoint.step}")
-
-    def mark_if_best(self, path: Path | None, value: float) -> bool:
-        """Mark a checkpoint as the best if its value is the best; return whether it is. Only process 0 may call it."""
-        if path is None or not is_better(self.config.metric, value, self.checkpoints.best_value()):
-            return False
-        self.checkpoints.mark_best(path, value)
-        return True
 
     def check_finite(self, step: int) -> None:
         """Raise DivergedError if the loss or the gradient of a step so far was not finite; waits for the device."""

@@ -54,14 +54,15 @@ class Schedule:
     def observe(self, loss: float) -> None:
         """Record a validation loss; only the plateau schedules use it."""
         config, state = self.config, self._state
+        divides = config.schedule == "divide_on_plateau"
+        patience, factor = (
+            (0, 1 / config.plateau_divisor) if divides else (config.plateau_patience, config.plateau_factor)
+        )
+        state["bad"] += 1
         if loss < state["best_loss"]:
             state |= {"best_loss": loss, "bad": 0}
-        elif config.schedule == "divide_on_plateau":
-            state["scale"] /= config.plateau_divisor
-        else:
-            state["bad"] += 1
-            if state["bad"] > config.plateau_patience and config.schedule == "plateau":
-                state |= {"scale": state["scale"] * config.plateau_factor, "bad": 0}
+        elif state["bad"] > patience:
+            state |= {"scale": state["scale"] * factor, "bad": 0}
 
     def state_dict(self) -> dict[str, Any]:
         """Return what a resumed run needs to give the same rates."""

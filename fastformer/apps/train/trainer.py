@@ -26,13 +26,13 @@ from fastformer.apps.train.checkpoint import Checkpoint, average_checkpoints, pu
 from fastformer.apps.train.checkpoint_folder import CheckpointFolder
 from fastformer.apps.train.config import TrainConfig, check_machine
 from fastformer.apps.train.graphs import new_update
-from fastformer.apps.train.interrupt import Interrupt
+from fastformer.apps.train.interrupt import interruptible
 from fastformer.apps.train.metrics import MetricsLog, RunningSums, is_better
 from fastformer.apps.train.parallel import gathered
 from fastformer.apps.train.processes import Processes
 from fastformer.apps.train.progress import Progress, describe
 from fastformer.apps.train.randomness import preserved_randomness, seed_everything
-from fastformer.apps.train.run_state import BatchSource, Position, Result, RunState
+from fastformer.apps.train.run_state import BatchSource, Result, RunState
 from fastformer.apps.train.schedules import Schedule
 from fastformer.apps.train.validation import TimeBudget, Validation, check_values
 
@@ -92,11 +92,7 @@ class Trainer:
     @property
     def ended(self) -> str | None:
         """The budget that is used up already, so that `fit` would not train; None if it would."""
-        return self._at.end(self.config)
-
-    @property
-    def _at(self) -> Position:
-        return self._state.at
+        return self._state.at.end(self.config)
 
     def resume(self) -> Checkpoint:
         """Continue from the last checkpoint of this run; call it before `fit`.
@@ -114,109 +110,94 @@ class Trainer:
         RunLockedError while another process writes to the folder.
         """
         with ExitStack() as stack:
-            self._processes.on_main(lambda: self._lock(stack))
+            self._processes.on_main(lambda: stack.enter_context(locked(self.folder)))
             if self._state.saved_step < 0 and self.checkpoints.paths():  # a run may have ended at step 0
                 raise ValueError(f"folder={self.folder} already holds checkpoints; resume from them or choose another")
             if self._processes.is_main:
-                self._log = MetricsLog(self.folder, self._at.records, self.config.tensorboard)
+                self._log = MetricsLog(self.folder, self._state.at.records, self.config.tensorboard)
                 stack.callback(self._log.close)
             self._processes.wait()
-            self._start = self._clock() - self._at.seconds
+            self._start = self._clock() - self._state.at.seconds
             self._sums.start(self._clock())
             self._save_at = self._wall_clock() + 60 * self.config.save_minutes
             self.model.train()
             self._update.optimizer.zero_grad()  # drops gradients of a step that an error ended, or of the caller
             progress = stack.enter_context(self._progress)
-            self._interrupt = stack.enter_context(Interrupt(lambda: progress.line(_NOTICE)))
+            self._interrupted = stack.enter_context(interruptible(lambda: progress.line(_NOTICE)))
             saves = f"saved every {self.config.save_minutes:g} minutes and with each validation"
             progress.line(f"training begins: {self.config.end}; {saves}")
             reason = self._train()
             self._finish(reason)
-            at, checkpoints = self._at, self.checkpoints
+            at, checkpoints = self._state.at, self.checkpoints
             values = self._state.metrics, checkpoints.best_value(), checkpoints.best()
             return Result(reason, at.step, at.epoch, at.tokens, at.seconds, *values)
 
-    def _lock(self, stack: ExitStack) -> None:
-        self.folder.mkdir(parents=True, exist_ok=True)
-        stack.enter_context(locked(self.folder))
-
     def _train(self) -> str:
         """Train until the run ends, and return the reason."""
-        if self._at.validation_due and not self._validate_and_save():
-            return "patience"
+        config, at = self.config, self._state.at
         while (reason := self._end()) is None:
-            batches = iter(self._batches.epoch(self._at.epoch, self._at.batch))
-            while group := list(islice(batches, self.config.accumulate)):
+            batches = iter(self._batches.epoch(at.epoch, at.batch))
+            while group := list(islice(batches, config.accumulate)):
                 self._step(group)
                 self._report()
-                due = self.config.validate_every is not None and self._at.step % self.config.validate_every == 0
-                if due and not self._validate_and_save():
-                    return "patience"
+                if config.validate_every is not None and at.step % config.validate_every == 0:
+                    self._validate_and_save()
                 if (reason := self._end()) is not None:
                     return reason
-            if self._at.batch == 0:
-                raise ValueError(f"batches: epoch {self._at.epoch} has no batch")
-            self._at.epoch, self._at.batch = self._at.epoch + 1, 0
-            self._state.check_finite(self._at.step)
+            if at.batch == 0:
+                raise ValueError(f"batches: epoch {at.epoch} has no batch")
+            at.epoch, at.batch = at.epoch + 1, 0
+            self._state.check_finite(at.step)
             mean = self._write("epoch", self._sums.take_epoch())
-            goes_on = self.config.validate_every is not None or self._validate_and_save()
+            if config.validate_every is None:
+                self._validate_and_save()
             self._show(mean)
-            if not goes_on:
-                return "patience"
         return reason
 
     def _step(self, batches: list[Any]) -> None:
         """Make one step of the optimizer."""
-        started = self._clock()
-        rate = self._state.schedule.rate(self._at.step + 1, self._at.spent(self.config, self._batches))
+        started, at = self._clock(), self._state.at
+        rate = self._state.schedule.rate(at.step + 1, at.spent(self.config, self._batches))
         loss, norm, tokens = self._update.gradients(batches)
         self._sums.add(loss, norm, tokens, rate)
         if self.device.type == "cpu":
-            self._state.check_finite(self._at.step + 1)
+            self._state.check_finite(at.step + 1)
         self._update.apply(norm, rate)
-        self._at.step += 1
-        self._at.batch += len(batches)
-        self._at.tokens += tokens
+        at.step, at.batch, at.tokens = at.step + 1, at.batch + len(batches), at.tokens + tokens
+        self._state.metrics = {}
         self._time.step_took(self._clock() - started)
 
     def _end(self) -> str | None:
         """Decide with the other processes whether the run ends here; save and measure if it is time for that."""
-        reserve = self._time.reserve(self._at.share)
-        due = self._at.step > max(self._state.saved_step, 0) and self._wall_clock() >= self._save_at
-        (self._at.seconds, self._at.reserve, save), interrupted = self._processes.agree(
-            (self._seconds(), self._at.reserve if reserve is None else reserve, float(due)), self._interrupt.requested
+        at, reserve = self._state.at, self._time.reserve(self._state.at.share)
+        due = at.step > max(self._state.saved_step, 0) and self._wall_clock() >= self._save_at
+        (at.seconds, at.reserve, save), interrupted = self._processes.agree(
+            (self._seconds(), at.reserve if reserve is None else reserve, float(due)), self._interrupted.is_set()
         )
-        reason = "interrupted" if interrupted else self._at.end(self.config)
-        measure = self._time.must_measure(self._at.seconds)
-        if reason is None and (save or measure):
+        reason = "interrupted" if interrupted else at.end(self.config)
+        if reason is None:
             paused = self._clock()
-            if save or self._state.saved_step < 0:
-                self._save_unrated()
-            if measure:
+            if save:
+                self._save(interim=True)
+            if self._time.must_measure(at.seconds):
                 self._measure()
             self._sums.pause(self._clock() - paused)
         return reason
 
-    def _validate_and_save(self) -> bool:
-        """Validate and save as the configuration asks for; return False if `patience` is used up."""
-        self._state.check_finite(self._at.step)
-        paused, best, record = self._clock(), None, None
+    def _validate_and_save(self) -> None:
+        self._state.check_finite(self._state.at.step)
+        paused, at, best, record = self._clock(), self._state.at, None, None
         if self._validation is not None:
-            self._at.validation_due = True
-            if self._state.saved_step < 0:
-                self._save_unrated()
             value, record = self._validate("validation")
-            if is_better(self.config.metric, value, self._at.best_value):
-                self._at.best_value, self._at.worse, best = value, 0, value
+            if is_better(self.config.metric, value, at.best_value):
+                at.best_value, at.worse, best = value, 0, value
             else:
-                self._at.worse += 1
+                at.worse += 1
             if "loss" in self._state.metrics:
                 self._state.schedule.observe(self._state.metrics["loss"])
-        self._at.validation_due = False
         self._save(best)
         self._show(record, best is not None)
         self._sums.pause(self._clock() - paused)
-        return self.config.patience is None or self._at.worse < self.config.patience
 
     def _validate(self, kind: str) -> tuple[float, dict[str, Any] | None]:
         """Validate in process 0, while the others wait, and return the value of the metric and the record.
@@ -225,13 +206,12 @@ class Trainer:
         """
         try:
             self._measure()
-            share, started = self._at.share, self._clock()
+            share, started = self._state.at.share, self._clock()
             with gathered(self._update.module):
                 metrics = self._processes.on_main(lambda: check_values(self._scores(share), self.config.metric))
         except Exception:
-            self._state.metrics = {}
-            if self._state.saved_step != self._at.step:
-                self._save(None)
+            if self._state.saved_step != self._state.at.step:
+                self._save()
             raise
         self._state.metrics = metrics
         self._time.validation_took(self._clock() - started, share)
@@ -240,7 +220,7 @@ class Trainer:
 
     def _measure(self) -> None:
         """Measure once in a run with a budget in minutes what share of the held-out data can be validated."""
-        held_out, at = self._validation, self._at
+        held_out, at = self._validation, self._state.at
         if not self._time.must_measure(math.inf) or not isinstance(held_out, Validation):
             return
         with gathered(self._update.module):
@@ -262,32 +242,29 @@ class Trainer:
         self.model.train()
         return scores
 
-    def _save_unrated(self, interim: bool = True) -> None:
-        """Save weights that were not validated; the next checkpoint replaces an interim one."""
-        self._state.check_finite(self._at.step)
-        self._state.metrics = {}
-        self._save(None, interim)
-
-    def _save(self, best: float | None, interim: bool = False) -> None:
+    def _save(self, best: float | None = None, interim: bool = False) -> None:
+        """Save a checkpoint; best: value of the metric if it is the best; interim: the next one replaces it."""
+        self._state.check_finite(self._state.at.step)
         started = self._clock()
         if self._log is not None:
-            self._at.seconds, self._at.records = self._seconds(), self._log.count
+            self._state.at.seconds, self._state.at.records = self._seconds(), self._log.count
         self._state.save(started, best, interim)
         self._save_at = self._wall_clock() + 60 * self.config.save_minutes
         self._time.save_seconds = self._clock() - started
 
     def _finish(self, reason: str) -> None:
         """Save and validate at the end; the saved state is that before the validation, as a longer run needs it."""
-        if self._state.saved_step != self._at.step or self._state.saved_interim:
-            self._save_unrated(interim=False)
+        if self._state.saved_step != self._state.at.step or self._state.saved_interim:
+            self._save()
         # Also if a run that ended, or was killed at this point, is resumed without a longer budget.
         if self._validation is not None and not self._state.metrics:
             value, record = self._validate("validation")
-            best = self._processes.on_main(lambda: self._state.mark_if_best(self.checkpoints.last(), value))
+            if best := self._processes.on_main(lambda: self._is_best(value)):
+                self._processes.on_main(lambda: self.checkpoints.mark_best(self.checkpoints.paths()[-1], value))
             self._show(record, best)
         if self.config.average > 1 and reason != "interrupted":
             self._average()
-        self._progress.line(f"ended at step {self._at.step:,}: {reason}")
+        self._progress.line(f"ended at step {self._state.at.step:,}: {reason}")
 
     def _average(self) -> None:
         """Validate and save the average of the last checkpoints; the model keeps its weights."""
@@ -298,18 +275,21 @@ class Trainer:
             put_weights(self.model, averaged, self.checkpoints.folder)
             if self._validation is not None:
                 value, record = self._validate("average")
-                best = value if is_better(self.config.metric, value, self.checkpoints.best_value()) else None
+                best = value if self._is_best(value) else None
             self._state.write(None, best)
         finally:
             put_weights(self.model, weights, self.checkpoints.folder)
             self._state.metrics = metrics
         self._show(record, best is not None)
 
+    def _is_best(self, value: float) -> bool:
+        return is_better(self.config.metric, value, self.checkpoints.best_value())
+
     def _write(self, kind: str, values: Mapping[str, Any]) -> dict[str, Any] | None:
         """Write a record and return it; None in a process that does not write."""
         if self._log is None:
             return None
-        at = self._at
+        at = self._state.at
         at.seconds = self._seconds()
         record = self._log.write(kind, at.step, epoch=at.shown_epoch, seconds=at.seconds, **values)
         if kind in ("train", "epoch"):  # a validation's record counts once it is saved
@@ -324,7 +304,7 @@ class Trainer:
 
     def _report(self) -> None:
         """Write a record every `log_every` steps, and show the progress every few seconds."""
-        at = self._at
+        at = self._state.at
         if at.step % self.config.log_every == 0:
             self._state.check_finite(at.step)
             values, scale = self._sums.take(self._clock()), self._update.loss_scale

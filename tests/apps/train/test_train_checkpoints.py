@@ -368,8 +368,8 @@ def test_a_damaged_file_is_named_and_the_checkpoint_before_it_loads(
 @pytest.mark.parametrize(
     ("section", "name", "value"),
     [
-        ("position", "step", 3),
-        ("position", "unknown", 1),
+        ("position", "epoch", None),
+        ("schedule", "scale", "large"),
         ("sums", "loss", "nan"),
         ("random", "python", [3, [1], None]),
         ("random", "numpy", ["MT19937", [0] * 624, 2**30, 0, 0.0]),
@@ -381,7 +381,7 @@ def test_values_of_another_kind_are_refused_in_one_line(checkpoint: Path, sectio
     state = json.loads((checkpoint / STATE).read_text())
     (state["random"][0] if section == "random" else state[section])[name] = value
     (checkpoint / STATE).write_text(json.dumps(state))
-    assert_refused(checkpoint, r"not a state of this run|its state is of step 3")
+    assert_refused(checkpoint, r"not a state of this run")
 
 
 @pytest.mark.parametrize("content", [b"", b"[]", b"{}", b"[" * 10**5, b"\xff"])

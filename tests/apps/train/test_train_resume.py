@@ -20,7 +20,7 @@ from fastformer.apps.train import (
     read_metrics,
     seed_everything,
 )
-from fastformer.apps.train.interrupt import Interrupt
+from fastformer.apps.train.interrupt import interruptible
 from tests.support.python import python
 from tests.support.train_task import Source, config, network, summed_loss, trainer
 
@@ -248,9 +248,9 @@ def test_ctrl_c_saves_validates_and_puts_the_handler_back_and_other_threads_do_w
     assert (ended.reason, ended.step, ended.best.name) == ("interrupted", 2, "step-2")
     assert "press Ctrl-C again to stop at once" in capsys.readouterr().err
     assert signal.getsignal(signal.SIGINT) is before
-    with Interrupt(lambda: None) as interrupt:
+    with interruptible(lambda: None) as interrupted:
         signal.raise_signal(signal.SIGINT)
-        assert interrupt.requested
+        assert interrupted.is_set()
         with pytest.raises(KeyboardInterrupt):
             signal.raise_signal(signal.SIGINT)
     assert signal.getsignal(signal.SIGINT) is before

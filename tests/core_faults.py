@@ -333,7 +333,7 @@ ROWS: dict[str, list[tuple[str, str, str]]] = {
         ("        self.at, self.metrics = at,", "        self.metrics =", RESUMED),
     ],
     "apps/train/randomness": [
-        ('    torch.set_rng_state(_from_hex(state["torch"]))', "    pass", RESUMED),
+        ("    torch.set_rng_state(on_cpu)", "    pass", RESUMED),
     ],
     "apps/system/files": [
         ("            os.fsync(file.fileno())", "            pass", ON_DISK),

@@ -9,8 +9,7 @@ import torch
 
 import fastformer
 from fastformer.apps.train import Processes, TrainConfig
-from fastformer.apps.train.fixed_batch import shape_of
-from fastformer.apps.train.graphs import GraphedUpdate, new_update
+from fastformer.apps.train.graphs import GraphedUpdate, new_update, shape_of
 from fastformer.apps.train.update import Update
 from fastformer.apps.translation.model import translation_loss
 from fastformer.host.cuda_graphs import CudaRecorder

@@ -241,26 +241,6 @@ def _earlier_values(config: Any) -> dict[str, Any]:
     return to_plain({name: value for name, value in defaults.items() if value is not dataclasses.MISSING})
 
 
-def write_checkpoint(
-    folder: Path,
-    step: int,
-    weights: Mapping[str, Tensor],
-    state: Mapping[str, Any] | None,
-    config: Any,
-    metrics: Mapping[str, float] | None,
-) -> None:
-    """Write the files of a checkpoint into an empty folder."""
-    write_weights(folder / WEIGHTS, weights)
-    if state is not None:
-        optimizer = state.get("optimizer", {}).items()
-        tensors = {f"{i}.{key}": x for i, entries in optimizer for key, x in entries.items() if isinstance(x, Tensor)}
-        write_weights(folder / OPTIMIZER, tensors)
-        plain = {name: value for name, value in state.items() if name != "optimizer"}
-        (folder / STATE).write_text(json.dumps(plain), "utf-8")
-    meta = {"step": step, "config": to_plain(config or {}), "metrics": dict(metrics or {})}
-    (folder / META).write_text(json.dumps(meta, indent=1) + "\n", "utf-8")
-
-
 def average_checkpoints(paths: Sequence[Path | str]) -> dict[str, Tensor]:
     """Return the mean of the weights of several checkpoint folders, summed in fp64; integers are those of the last.
 

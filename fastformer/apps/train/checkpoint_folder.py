@@ -22,8 +22,17 @@ from typing import Any
 
 from torch import Tensor
 
+from fastformer.apps.settings import to_plain
 from fastformer.apps.system.files import new_folder, synchronise, write_file
-from fastformer.apps.train.checkpoint import META, Checkpoint, CheckpointError, write_checkpoint
+from fastformer.apps.train.checkpoint import (
+    META,
+    OPTIMIZER,
+    STATE,
+    WEIGHTS,
+    Checkpoint,
+    CheckpointError,
+    write_weights,
+)
 from fastformer.settings import check_value
 
 INDEX, AVERAGE, INTERIM = "index.json", "average", "interim"
@@ -86,7 +95,15 @@ class CheckpointFolder:
             free = (self.folder / each for each in chain([name], (f"{name}-{i}" for i in count(2))))
             target = next(path for path in free if not path.exists())
             with new_folder(target) as folder:
-                write_checkpoint(folder, step, weights, state, config, metrics)
+                write_weights(folder / WEIGHTS, weights)
+                if state is not None:
+                    moments = {i: entries.items() for i, entries in state.get("optimizer", {}).items()}
+                    tensors = {f"{i}.{key}": x for i in moments for key, x in moments[i] if isinstance(x, Tensor)}
+                    write_weights(folder / OPTIMIZER, tensors)
+                    plain = {name: value for name, value in state.items() if name != "optimizer"}
+                    (folder / STATE).write_text(json.dumps(plain), "utf-8")
+                meta = {"step": step, "config": to_plain(config or {}), "metrics": dict(metrics or {})}
+                (folder / META).write_text(json.dumps(meta, indent=1) + "\n", "utf-8")
             self._write_index(
                 kept=index["kept"] if state is None else [*index["kept"], target.name],
                 best=index["best"] if best is None else {"name": target.name, "value": best},

@@ -3,7 +3,7 @@
 The host needs 15 to 30 ms for the launches of a step of 6+6 layers, whatever the batch; an H200 computes one of
 4,096 tokens in 2 to 4 (a prediction: none of this is measured on a GPU). So each part of a step is captured:
 
-- forward and backward of a batch, once for each shape (`fixed_batch`); one op adds the new gradients to the
+- forward and backward of a batch, once for each shape (`FixedBatch`); one op adds the new gradients to the
   accumulated ones: 186 launches fewer, for the memory of the gradients once more;
 - the norm of the gradients;
 - clipping and the optimizer, whose learning rate is a tensor.
@@ -19,25 +19,33 @@ flow in Python that differs from step to step. New addresses of parameters and g
 """
 
 from collections.abc import Callable, Hashable, Sequence
-from typing import Any
+from dataclasses import fields, replace
+from typing import Any, NamedTuple
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor, nn
 
+from fastformer.apps.text import Side
 from fastformer.apps.train.config import TrainConfig
-from fastformer.apps.train.fixed_batch import FixedBatch, shape_of
 from fastformer.apps.train.processes import Processes
 from fastformer.apps.train.update import Update
 from fastformer.host.cuda_graphs import Recorded, Recorder, Step, capture_or_warn, recorder
 from fastformer.modes import capturing
 from fastformer.nn.stacks import TransformerDecoder, TransformerEncoder
+from fastformer.packing import Layout
+from fastformer.packing.sizes import filler_lengths, power_of_two
+
+_PER_OCTAVE = 16  # numbers of tokens between 2,048 and 4,096, say
+_FEWEST_TOKENS = 16  # and their unit below 512, because matrix units take rows by 16
+_SHORTEST = 64  # rows of the tallest tile of attention's kernels: shorter sequences take as many programs
+_ALIGNMENT = 16  # int64s: 128 bytes, what torch's own tensors begin at
+_PADDING_ID, _IGNORED = 0, -100  # the second is the losses' ignore_index
 
 
 def new_update(
-    model: nn.Module,
-    loss: Callable[[Any, Any], Tensor],
-    config: TrainConfig,
-    processes: Processes,
+    model: nn.Module, loss: Callable[[Any, Any], Tensor], config: TrainConfig, processes: Processes
 ) -> Update:
     """Return the `Update` of a configuration, with CUDA graphs if it asks for them and the device has them.
 
@@ -121,8 +129,8 @@ class GraphedUpdate(Update):
             p.grad = None
         try:
             loss = super().backward(batch, tokens)
-            new = [p.grad for p in self.parameters]
-            pairs = [(a, b) for a, b in zip(accumulated, new, strict=True) if a is not None and b is not None]
+            grads = zip(accumulated, (p.grad for p in self.parameters), strict=True)
+            pairs = [(a, b) for a, b in grads if a is not None and b is not None]
             if pairs:
                 torch._foreach_add_(*map(list, zip(*pairs, strict=True)))
         finally:
@@ -180,3 +188,90 @@ class GraphedUpdate(Update):
     def _forget(self) -> None:
         self._recorded.clear()
         self._warm.clear()
+
+
+class Shape(NamedTuple):
+    """Rounded sizes of a batch; `tokens` and `longest` have a number for each side.
+
+    Sequences of padding fill the batch: at most 15 tokens or a sixteenth of a side. Padding has no targets and no real
+    token attends to it, so the loss and all gradients stay the same. Multi30k en-de in 4 epochs has 19 shapes with
+    random batches of 128 sentences, 8 with random ones of 4,096 tokens, 31 with bucketed ones of 4,096 tokens.
+    """
+
+    sequences: int  # B
+    tokens: tuple[int, ...]
+    longest: tuple[int, ...]
+
+
+def shape_of(batch: Any, longest: int | None = None) -> Shape:
+    """Return the shape that a batch on the CPU is rounded up to; the same for every batch of the same sizes.
+
+    longest: tokens of the longest sequence that the model takes; None: any. Raises TypeError if the sides of the batch
+    do not name all fields, or ids are not packed.
+    """
+    sides: tuple[Side, ...] = getattr(batch, "SIDES", ())
+    packed = all(getattr(batch, name).dim() == 1 for side in sides for name in side.inputs + side.targets)
+    named = {name for side in sides for name in (side.lengths, *side.inputs, *side.targets)}
+    if not sides or not packed or {each.name for each in fields(batch)} != named:
+        raise TypeError(
+            "cuda_graphs=True needs batches of packed ids whose SIDES name all fields, as fastformer.apps.text.Batch "
+            f"and LanguageBatch have; not {type(batch).__name__}{' with padded ids' if sides and not packed else ''}"
+        )
+    totals, limits, fillers = [], [], [0]
+    for side in sides:
+        lengths = getattr(batch, side.lengths)
+        count, most = int(lengths.sum()), int(lengths.max()) if len(lengths) else 0
+        unit = max(power_of_two(count) // (2 * _PER_OCTAVE), _FEWEST_TOKENS)
+        totals.append(max(-(-count // unit), 1) * unit)
+        rounded = max(power_of_two(most), _SHORTEST)
+        limits.append(rounded if longest is None else max(min(rounded, longest), most, 1))
+        fillers.append(len(filler_lengths(totals[-1] - count, limits[-1])))
+    return Shape(power_of_two(len(lengths) + max(fillers)), tuple(totals), tuple(limits))
+
+
+class FixedBatch:
+    """Device memory for batches of one shape: call `load`, then pass `batch()` to the model, any number of times."""
+
+    def __init__(self, like: Any, shape: Shape, device: torch.device) -> None:
+        self._like, self._shape = like, shape
+        spans, end = {}, 0
+        for key, values in self._arrays(like).items():
+            spans[key] = slice(end, end + len(values))
+            end += -(-len(values) // _ALIGNMENT) * _ALIGNMENT
+        self._memory = torch.zeros(end, dtype=torch.int64, device=device)
+        self._spans, self._views = spans, {key: self._memory[span] for key, span in spans.items()}
+
+    def load(self, batch: Any) -> None:
+        """Copy a batch from the CPU in one transfer, without waiting for the device."""
+        # torch reuses freed pinned memory only after its copies have ended.
+        staged = torch.empty_like(self._memory, device="cpu", pin_memory=self._memory.is_cuda)
+        for key, values in self._arrays(batch).items():
+            staged[self._spans[key]] = torch.from_numpy(values)
+        self._memory.copy_(staged, non_blocking=True)
+
+    def batch(self) -> Any:
+        """Return the batch that was loaded last, with layouts in place of lengths; its tensors are always the same."""
+        values: dict[str, Any] = {}
+        for number, side in enumerate(self._like.SIDES):
+            offsets, positions, slots = (self._views[number, name] for name in ("offsets", "positions", "slots"))
+            values[side.lengths] = Layout.in_place(offsets, positions, slots, self._shape.longest[number])
+            values |= {name: self._views[number, name] for name in side.inputs + side.targets}
+        return replace(self._like, **values)
+
+    def _arrays(self, batch: Any) -> dict[tuple[int, str], NDArray[np.int64]]:
+        """Return offsets, positions, slots, ids and targets of each side, with padding at the end."""
+        arrays = {}
+        for number, (side, total, longest) in enumerate(zip(batch.SIDES, *self._shape[1:], strict=True)):
+            real = getattr(batch, side.lengths).tolist()
+            filled = [*real, *filler_lengths(total - sum(real), longest)]
+            lengths = np.array(filled + [0] * (self._shape.sequences - len(filled)), np.int64)
+            offsets = np.concatenate([[0], np.cumsum(lengths)])
+            rows = np.repeat(np.arange(self._shape.sequences), lengths)
+            positions = np.arange(total) - offsets[rows]
+            arrays |= {(number, "offsets"): offsets, (number, "positions"): positions}
+            arrays[number, "slots"] = rows * longest + positions
+            for names, fill in ((side.inputs, _PADDING_ID), (side.targets, _IGNORED)):
+                for name in names:
+                    ids = getattr(batch, name).numpy()
+                    arrays[number, name] = np.concatenate([ids, np.full(total - len(ids), fill, np.int64)])
+        return arrays

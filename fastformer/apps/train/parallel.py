@@ -1,31 +1,22 @@
 """Distribute a model over several processes: DistributedDataParallel, or FSDP2, which shards it.
 
 Sharded parameters, gradients and optimizer states are DTensors; all other tensors are plain, and in every process.
-
 With FSDP2 each layer of a stack is gathered by itself, while the layer before it computes. All other parameters
-(embeddings, output, last norms) are gathered at once before the first layer. In 16 bits, fastformer's layers are
-gathered in 16 bits: half the communication, and the same matrices as autocast would compute. Gains and biases of their
-norms, which autocast reads in fp32, are rounded, too, because FSDP2 has one dtype a unit. Other layers and parameters
-are gathered in fp32, and autocast casts them. Gradients are reduced in fp32, and the optimizer updates fp32 parameters.
+(embeddings, output, last norms) are gathered at once before the first layer.
 """
 
 from collections import Counter, OrderedDict
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
-from itertools import pairwise
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
 from fastformer.apps.train.processes import Processes
-from fastformer.nn.layers import TransformerDecoderLayer, TransformerEncoderLayer
 
 
-def wrap(
-    step: nn.Module, how: str, processes: Processes, dtype: torch.dtype | None = None, compiled: bool = False
-) -> nn.Module:
+def wrap(step: nn.Module, how: str, processes: Processes, compiled: bool = False) -> nn.Module:
     """Return the module that computes the loss of a share, such that its gradients become the mean over all processes.
 
     Parameters start from those of process 0.
@@ -35,47 +26,30 @@ def wrap(
         how: "ddp", each process holds everything (DistributedDataParallel); "fsdp", each holds its shard of
             parameters, gradients and optimizer state, and gathers a layer where it is needed (FSDP2).
         processes: that train the model; one process alone gets `step` itself.
-        dtype: of autocast; None: autocast is off.
         compiled: whether the model is compiled. It is then gathered at once, because a graph would end at each layer
             (11 graphs for 2 layers, each layer compiled separately).
     """
     if processes.world == 1:
         return step
     processes.wait()
-    if how == "fsdp":
-        _shard(step, [] if compiled else _layers(step), processes.world, dtype)
-        return step
-    wrapped = nn.parallel.DistributedDataParallel(step)
-    # Position tables grow with the longest sentence seen, so they may differ between processes. The constructor's
-    # argument broadcast_buffers is deprecated in torch 2.13.
-    wrapped.broadcast_buffers = False
-    return wrapped
-
-
-def _shard(step: Any, layers: Sequence[Any], world: int, dtype: torch.dtype | None) -> None:
-    """Shard each layer by itself, then all other parameters."""
+    if how == "ddp":
+        wrapped = nn.parallel.DistributedDataParallel(step)
+        # Position tables grow with the longest sentence seen, so they may differ between processes. The constructor's
+        # argument broadcast_buffers is deprecated in torch 2.13.
+        wrapped.broadcast_buffers = False
+        return wrapped
     from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+    from torch.distributed.fsdp import fully_shard
 
-    tensors = (*step.parameters(), *step.buffers())
-    for tensor in tensors:
+    for tensor in (*step.parameters(), *step.buffers()):
         dist.broadcast(tensor.detach(), src=0)
-    mesh = init_device_mesh(tensors[0].device.type, (world,))
-    for layer in reversed(layers):  # nested layers first
-        known = isinstance(layer, TransformerEncoderLayer | TransformerDecoderLayer)
-        low = known and dtype is not None and all(p.dtype == torch.float32 for p in layer.parameters())
-        # Inputs are not cast: residual sums stay in fp32, as under autocast.
-        policy = (
-            MixedPrecisionPolicy(dtype, torch.float32, cast_forward_inputs=False) if low else MixedPrecisionPolicy()
-        )
-        # Backward begins with the last layer, which stays gathered until then.
-        fully_shard(layer, mesh=mesh, mp_policy=policy, reshard_after_forward=layer is not layers[-1])
-    fully_shard(step, mesh=mesh)
-    for unit, following in pairwise((step, *layers)):
-        unit.set_modules_to_forward_prefetch([following])  # FSDP2 finds the order of backward by itself
+    mesh = init_device_mesh(next(step.parameters()).device.type, (processes.world,))
+    for unit in [*([] if compiled else reversed(_layers(step))), step]:  # nested layers first
+        fully_shard(unit, mesh=mesh)
+    return step
 
 
-def _layers(step: nn.Module) -> list[Any]:
+def _layers(step: nn.Module) -> list[nn.Module]:
     """Return the layers of all stacks, except those that share a parameter with a module outside of them."""
 
     def uses(module: nn.Module) -> Counter[int]:
@@ -87,13 +61,12 @@ def _layers(step: nn.Module) -> list[Any]:
     return [layer for layer in layers if all(all_uses[p] == count for p, count in uses(layer).items())]
 
 
-def exchange(step: nn.Module, last: bool) -> AbstractContextManager[Any]:
-    """Return a context whose forward and backward exchange gradients only in the `last` batch of a step."""
+def exchange(step: Any, last: bool) -> None:
+    """Let the next forward and backward exchange gradients only if it is of the `last` batch of a step."""
     if isinstance(step, nn.parallel.DistributedDataParallel):
-        return nullcontext() if last else step.no_sync()
-    if hasattr(step, "set_requires_gradient_sync"):
-        step.set_requires_gradient_sync(last)  # type: ignore[operator]
-    return nullcontext()
+        step.require_backward_grad_sync = last  # as `no_sync` sets it
+    elif hasattr(step, "set_requires_gradient_sync"):
+        step.set_requires_gradient_sync(last)
 
 
 @contextmanager
@@ -121,15 +94,9 @@ def gathered(step: nn.Module) -> Iterator[None]:
 
 def whole_weights(model: nn.Module, processes: Processes) -> dict[str, Tensor]:
     """Return the state dict with whole tensors; tied parameters stay one tensor. See `whole_tensors`."""
-    parameters: dict[str, Any] = dict(model.named_parameters(remove_duplicate=False))
-    whole: dict[int, Tensor] = {}
-    weights = {}
-    for name, tensor in model.state_dict().items():
-        key = id(parameters.get(name, tensor))
-        if key not in whole:
-            whole[key] = whole_tensors(tensor, processes)
-        weights[name] = whole[key]
-    return weights
+    tensors = model.state_dict(keep_vars=True)  # tied parameters are one object
+    whole = {id(tensor): whole_tensors(tensor.detach(), processes) for tensor in tensors.values()}
+    return {name: whole[id(tensor)] for name, tensor in tensors.items()}
 
 
 def whole_tensors(value: Any, processes: Processes) -> Any:

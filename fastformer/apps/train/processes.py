@@ -2,9 +2,8 @@
 
 Every process goes through the same batches and takes its share of the sentences of each. The loss of a step is the sum
 over all shares, divided by the tokens of all, so the gradient is that of one process, however unequal the shares are.
-What follows from the data alone (its order, tokens, position) is computed everywhere and never sent; what follows from
-the clock, from signals or from validation is decided by process 0 and sent to the others. `parallel.py` distributes the
-model itself.
+What follows from the data alone is computed everywhere and never sent; what follows from the clock, from signals or
+from validation is decided by process 0 and sent to the others. `parallel.py` distributes the model itself.
 
 Gradients go over torch's default group (NCCL between GPUs, gloo between CPUs), on which a process that does not answer
 for `TIMEOUT` ends the run. Decisions go over a gloo group, which does not wait for a GPU. There, the other processes
@@ -12,6 +11,7 @@ wait as long as one of them reads data, learns a vocabulary, validates or saves.
 """
 
 import atexit
+import functools
 import os
 import socket
 import sys
@@ -52,10 +52,9 @@ class Processes:
     not depend on files, which process 0 may change before another process reads them.
     """
 
-    def __init__(self, rank: int = 0, world: int = 1) -> None:
+    def __init__(self, rank: int = 0, world: int = 1, control: Any = None) -> None:
         self.rank, self.world = rank, world
-        self._group: Any = None
-        self.control: Any = None  # the group for decisions and for objects on the CPU
+        self.control = control  # the group for decisions and for objects on the CPU
 
     @classmethod
     def current(cls) -> "Processes":
@@ -63,20 +62,13 @@ class Processes:
 
         Raises ProcessError if torchrun started several that were not joined: each would train a model of its own.
         """
-        global _joined
-        if not dist.is_available() or not dist.is_initialized():
-            if _launched():
-                raise ProcessError(
-                    "torchrun started several processes: train within `fastformer.apps.train.join_processes`"
-                )
-            return cls()
-        if dist.get_world_size() == 1:
-            return cls()
-        if _joined._group is not dist.group.WORLD:
-            _joined = cls(dist.get_rank(), dist.get_world_size())
-            _joined._group = dist.group.WORLD
-            _joined.control = dist.new_group(backend="gloo", timeout=_PATIENCE)
-        return _joined
+        if dist.is_available() and dist.is_initialized():
+            return _joined(dist.group.WORLD) if dist.get_world_size() > 1 else cls()
+        if _launched():
+            raise ProcessError(
+                "torchrun started several processes: train within `fastformer.apps.train.join_processes`"
+            )
+        return cls()
 
     @property
     def is_main(self) -> bool:
@@ -155,14 +147,15 @@ class Processes:
         return seed if self.is_main else int(np.random.SeedSequence((seed, self.rank, step)).generate_state(1)[0])
 
 
-_joined = Processes()
+@functools.cache  # which keeps the groups, so that no thread of theirs is waited for
+def _joined(group: Any) -> Processes:
+    """Return the processes of torch's default group."""
+    return Processes(dist.get_rank(), dist.get_world_size(), dist.new_group(backend="gloo", timeout=_PATIENCE))
 
 
 def _launched() -> bool:
     """Return whether torchrun, or another launcher that sets its variables, started several processes."""
-    world = os.environ.get("WORLD_SIZE", "1")
-    one = world.isdecimal() and int(world) <= 1
-    return all(name in os.environ for name in ("RANK", "MASTER_ADDR")) and not one  # else torch raises
+    return all(name in os.environ for name in ("RANK", "MASTER_ADDR")) and os.environ.get("WORLD_SIZE", "1") != "1"
 
 
 def local_device(device: str) -> str:
@@ -198,7 +191,7 @@ def join_processes(device: torch.device | str = "cpu") -> Iterator[Processes]:
     yield Processes.current()
     # Not after an error: the others may be at any point, and the end of this process closes its connections.
     dist.destroy_process_group()
-    time.sleep(_GRACE)  # `_joined` keeps the groups, so no thread is waited for
+    time.sleep(_GRACE)
 
 
 @contextmanager

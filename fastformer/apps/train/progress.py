@@ -51,21 +51,21 @@ class Progress:
         """Show the numbers of the last steps, if `due`; `progress` is the spent share of the budget."""
         if not self.due():
             return
-        text, time_left = describe(record), _duration(seconds_left)
+        text, left = describe(record), "?"
+        if math.isfinite(seconds_left):
+            minutes, seconds = divmod(max(round(seconds_left), 0), 60)
+            left = f"{minutes // 60}:{minutes % 60:02}:{seconds:02}" if minutes >= 60 else f"{minutes}:{seconds:02}"
         self._next = self._clock() + (_PLAIN_SECONDS if self._bar is None else _BAR_SECONDS)
         if self._bar is not None:
-            self._bar.update(self._bar.task_ids[0], completed=progress, text=text, left=time_left)
+            self._bar.update(self._bar.task_ids[0], completed=progress, text=text, left=left)
         else:
-            self._print(f"{progress:4.0%}  {text}  left {time_left}")
+            self.line(f"{progress:4.0%}  {text}  left {left}")
 
     def line(self, text: str) -> None:
         """Print a line that stays, such as the summary of a validation or the reason of the end."""
         if self._bar is not None:
             self._bar.console.print(text, markup=False, emoji=False, highlight=False)
-        else:
-            self._print(text)
-
-    def _print(self, text: str) -> None:
+            return
         try:
             if self._enabled:
                 print(text, file=self._stream, flush=True)
@@ -86,11 +86,3 @@ def describe(record: dict[str, Any]) -> str:
             number = f"{value:.4g}" if abs(value) < 1 else f"{value:.2f}"
             values.append(f"{name} {number}" + (f" ({signature})" if signature else ""))
     return "  ".join(values)
-
-
-def _duration(seconds: float) -> str:
-    if not math.isfinite(seconds):
-        return "?"
-    minutes, whole_seconds = divmod(max(round(seconds), 0), 60)
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours}:{minutes:02}:{whole_seconds:02}" if hours else f"{minutes}:{whole_seconds:02}"

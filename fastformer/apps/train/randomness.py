@@ -7,7 +7,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
 
 
 def seed_everything(seed: int) -> None:
@@ -40,13 +39,12 @@ def set_random_state(state: dict[str, Any]) -> None:
     if not 0 <= position <= len(keys) == 624:  # NumPy does not check where it reads
         raise ValueError("NumPy's generator has 624 words")
     np.random.set_state((name, np.array(keys, dtype=np.uint32), position, has_gauss, cached))
-    torch.set_rng_state(_from_hex(state["torch"]))
-    for device, digits in enumerate(state["cuda"][: torch.cuda.device_count()]):
-        torch.cuda.set_rng_state(_from_hex(digits), device)
-
-
-def _from_hex(digits: str) -> Tensor:
-    return torch.frombuffer(bytearray.fromhex(digits), dtype=torch.uint8)
+    on_cpu, *on_gpus = (
+        torch.frombuffer(bytearray.fromhex(digits), dtype=torch.uint8) for digits in (state["torch"], *state["cuda"])
+    )
+    torch.set_rng_state(on_cpu)
+    for device, digits in enumerate(on_gpus[: torch.cuda.device_count()]):
+        torch.cuda.set_rng_state(digits, device)
 
 
 @contextmanager

@@ -4,12 +4,12 @@ The gradient is that of the mean over all real tokens of the step's batches, in 
 tokens are divided into batches, accumulated and shared between processes.
 
 precision="fp16" multiplies the loss by a scale that keeps small gradients above fp16's smallest number
-(torch.amp.GradScaler): a step whose gradients overflow is skipped, and the scale halved; after 2,000 steps without, it
-is doubled (Micikevicius et al. 2018, Mixed Precision Training, section 3.2).
+(torch.amp.GradScaler; Micikevicius et al. 2018, Mixed Precision Training, section 3.2): a step whose gradients overflow
+is skipped, and the scale halved.
 
 compile compiles the model's forward and backward as one graph for batches of all shapes. Only training steps call the
-compiled model; validation, checkpoints and the optimizer use the model itself, so a run may be resumed with or without
-compilation. The loss is not compiled: its large product is a fused op already.
+compiled model, so a run may be resumed with or without compilation. The loss is not compiled: its large product is a
+fused op already.
 """
 
 import math
@@ -46,18 +46,12 @@ class _Step(nn.Module):
         """Return the summed loss."""
         if not self._compiled:
             return self._loss(self.model, batch)
-        return self._loss(self._compiled[0], _with_layouts(batch))
-
-
-def _with_layouts(batch: Any) -> Any:
-    """Return a batch with layouts in place of lengths, which the compiler cannot read, if it names its sides."""
-    if getattr(batch, "layouts", ()):
-        return batch
-    layouts = {
-        side.lengths: Layout.from_lengths(getattr(batch, side.lengths), getattr(batch, side.inputs[0]).device)
-        for side in getattr(batch, "SIDES", ())
-    }
-    return replace(batch, **layouts) if layouts else batch
+        if not getattr(batch, "layouts", ()):  # in place of lengths, which the compiler cannot read
+            sides = getattr(batch, "SIDES", ())
+            lengths = {each.lengths: getattr(batch, each.inputs[0]).device for each in sides}
+            layouts = {name: Layout.from_lengths(getattr(batch, name), device) for name, device in lengths.items()}
+            batch = replace(batch, **layouts) if layouts else batch
+        return self._loss(self._compiled[0], batch)
 
 
 class Update:
@@ -71,8 +65,8 @@ class Update:
     ) -> None:
         self.device = next(model.parameters()).device
         self._runs_known_code = _runs_known_code(model, loss)  # before `wrap` changes classes
-        dtype, compiled = _PRECISIONS.get(config.precision), config.compile is not None
-        self.module = wrap(_Step(model, loss, config.compile), config.parallel, processes, dtype, compiled)
+        compiled = config.compile is not None
+        self.module = wrap(_Step(model, loss, config.compile), config.parallel, processes, compiled)
         self.optimizer = build_optimizer(model, config)
         self.parameters: list[Tensor] = [p for group in self.optimizer.param_groups for p in group["params"]]
         self._config, self._processes = config, processes
@@ -102,10 +96,9 @@ class Update:
         total = torch.zeros((), device=self.device)
         for number, batch in enumerate(batches, start=1):
             share, counts = self._processes.share(batch)
-            with exchange(self.module, last=number == len(batches)):
-                on_device = share.to(self.device, non_blocking=True)
-                loss = self.backward(on_device, max(tokens, 1) if counts else math.inf)
-                total += loss if counts else 0.0
+            exchange(self.module, last=number == len(batches))
+            loss = self.backward(share.to(self.device, non_blocking=True), max(tokens, 1) if counts else math.inf)
+            total += loss if counts else 0.0
         self._processes.sum(total)
         self._scaler.unscale_(self.optimizer)
         return total, self.norm(), tokens
@@ -154,24 +147,15 @@ class Update:
 
         Learning rate, weight decay and other options are those of the current configuration, not of the saved one.
         """
-
-        def local(x: Tensor, p: Tensor) -> Tensor:
-            """Return this process's shard, with the parameter's strides: fused optimizers read in memory order."""
-            if not x.dim():  # the step
-                return x
-            sharded = hasattr(p, "device_mesh")
-            like = torch.empty(p.shape, device="meta") if sharded else torch.empty_like(p, device="meta")
-            if x.stride() != like.stride():
-                x = torch.empty_strided(x.shape, like.stride(), dtype=x.dtype).copy_(x)
-            return part_of(x, p)
-
-        state = {
-            index: {key: local(x, p) for key, x in optimizer[index].items()}
-            for index, p in enumerate(self.parameters)
-            if index in optimizer
-        }
+        for index, p in enumerate(self.parameters):
+            for key, x in optimizer.get(index, {}).items():
+                # The parameter's strides: fused optimizers read in memory order. The count of steps is a scalar.
+                strides = torch.empty(p.shape, device="meta").stride() if hasattr(p, "device_mesh") else p.stride()
+                if x.dim() and x.stride() != strides:
+                    x = torch.empty_strided(x.shape, strides, dtype=x.dtype).copy_(x)
+                optimizer[index][key] = part_of(x, p) if x.dim() else x
         groups = self.optimizer.state_dict()["param_groups"]
-        self.optimizer.load_state_dict({"state": state, "param_groups": groups})
+        self.optimizer.load_state_dict({"state": optimizer, "param_groups": groups})
         if scaler and self._scaler.is_enabled():
             self._scaler.load_state_dict(scaler)
 

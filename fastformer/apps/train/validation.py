@@ -64,10 +64,10 @@ class TimeBudget:
     """
 
     def __init__(self, config: TrainConfig, validates: bool) -> None:
-        self._limit = None if config.minutes is None else 60 * config.minutes
+        self._limit = math.inf if config.minutes is None else 60 * config.minutes
         self._at_end = 2 if config.average > 1 else 1  # saves and validations; the average needs one more of each
         self._steps, self._step, self.save_seconds = 0, 0.0, 0.0
-        self._validation = None if validates else 0.0  # of all held-out data, in steps
+        self._validation = None if validates and config.minutes else 0.0  # of all held-out data, in steps
 
     def step_took(self, seconds: float) -> None:
         """Record the duration of a step. The first one, which may compile and allocate, counts until the second."""
@@ -80,14 +80,13 @@ class TimeBudget:
 
     def must_measure(self, seconds: float) -> bool:
         """Return whether to measure the cost of a validation now, `seconds` after the start of the run."""
-        return self._limit is not None and self._validation is None and seconds >= _MEASURE_BY * self._limit
+        return self._validation is None and seconds >= _MEASURE_BY * self._limit
 
     def measure(self, score: Callable[[float], object], size: int, clock: Callable[[], float]) -> tuple[float, float]:
         """Score more and more of `size` examples until that takes a hundredth of the budget.
 
         score: validates on a share of the examples. Returns the seconds and the share of the last trial.
         """
-        assert self._limit is not None
         limit, count = _TRIAL * self._limit, min(_SMALLEST_TRIAL, size)
         while True:
             begun = clock()
@@ -99,14 +98,10 @@ class TimeBudget:
 
     def share(self) -> float:
         """Return the largest share of the held-out data that is validated within a tenth of the budget."""
-        if self._limit is None or not self._validation:
-            return 1.0
-        return min(1.0, _VALIDATION * self._limit / max(self._validation * self._step, 1e-9))
+        return min(1.0, _VALIDATION * self._limit / max((self._validation or 0.0) * self._step, 1e-9))
 
     def reserve(self, share: float) -> float | None:
         """Return the seconds that the next step and the end of the run take; None before a validation was measured."""
-        if self._limit is None:
-            return 0.0
-        if self._validation is None:
-            return None
+        if self._limit == math.inf or self._validation is None:
+            return 0.0 if self._limit == math.inf else None
         return self._step + self._at_end * (self.save_seconds + share * self._validation * self._step)

@@ -13,11 +13,10 @@ import torch.distributed
 from torch import Tensor, nn
 
 from fastformer.apps.language.model import LanguageModel, language_model_loss
+from fastformer.apps.text import LanguageBatches
 from fastformer.apps.text.batch import share_of
-from fastformer.apps.train import ProcessError, Processes, Trainer
-from fastformer.apps.train.update import Update
-from fastformer.apps.translation.model import TranslationModel, translation_loss
-from tests.support import language_task, translation_task
+from fastformer.apps.train import ProcessError, Trainer
+from tests.support import language_task
 from tests.support.train_task import Rows, Source, network, summed_loss, trainer
 from tests.support.train_task import config as train_config
 
@@ -164,71 +163,19 @@ def sharded(rank: int, folder: Path) -> Any:
     return {"held": held, "all": whole, "exchanges": scatter.call_count}
 
 
-def language(rank: int, folder: Path, parallel: str = "fsdp", name: str | None = None, **settings: Any) -> Any:
-    """Our language model with tied embeddings, with FSDP2 too: stacks without padding, weights stored once."""
-    from fastformer.apps.language.model import LanguageModel, language_model_loss
-    from fastformer.apps.text import LanguageBatches
-    from tests.support.language_task import config as language_config
-    from tests.support.language_task import steps_documents
-
+def language_model() -> LanguageModel:
     torch.manual_seed(1)
-    model = LanguageModel(language_config(vocabulary=11)).double()
-    batches = LanguageBatches(steps_documents(60, 0), context=8, tokens=40)
-    config = train_config(steps=6, log_every=1, validate_every=3, parallel=parallel, **settings)
-    changes = {"validate": None, "loss": language_model_loss}
-    trainer(folder / (name or f"language-{parallel}"), config, batches, model=model, **changes).fit()
+    return LanguageModel(language_task.config(vocabulary=11)).double()
+
+
+def language(rank: int, folder: Path, parallel: str = "fsdp") -> Any:
+    """Train a language model with tied embeddings: stacks without padding, weights stored once."""
+    model = language_model()
+    batches = LanguageBatches(language_task.steps_documents(60, 0), context=8, tokens=40)
+    settings = train_config(steps=6, log_every=1, validate_every=3, parallel=parallel)
+    changes = {"model": model, "validate": None, "loss": language_model_loss}
+    trainer(folder / f"language-{parallel}", settings, batches, **changes).fit()
     return {"obstacle": model.decoder.obstacle()}
-
-
-LAYERS = 3
-COUNTS = [3, 1, 2, 1, 4]  # sentences of batches; of one, a process has none
-
-
-def language_model(**changes: Any) -> LanguageModel:
-    torch.manual_seed(1)
-    return LanguageModel(language_task.config(layers=LAYERS, **changes))
-
-
-def modern_model() -> LanguageModel:
-    """With parameters of its own in attention: grouped heads, norms, sinks and a bias of distances."""
-    options = {"norm": "rms", "activation": "swiglu", "d_model": 16, "heads": 4, "kv_heads": 2, "qk_norm": True}
-    return language_model(positions="relative", sinks=True, **options)
-
-
-def translation_model() -> TranslationModel:
-    torch.manual_seed(1)
-    return TranslationModel(translation_task.config(norm_first=False, embeddings="shared"))
-
-
-def lengths(index: int) -> list[int]:
-    return [2 + (3 * index + i) % 5 for i in range(COUNTS[index % len(COUNTS)])]
-
-
-def language_batch(index: int) -> Any:
-    return language_task.random_batch(lengths(index), index)
-
-
-def translation_batch(index: int) -> Any:
-    return translation_task.random_batch([(n, n % 4 + 1) for n in lengths(index)], index)
-
-
-FAMILIES: dict[str, tuple[Callable[[], Any], Callable[..., Tensor], Callable[[int], Any]]] = {
-    "modern language": (modern_model, language_model_loss, language_batch),
-    "translation": (translation_model, translation_loss, translation_batch),
-}
-
-
-def precise(rank: int, folder: Path) -> Any:
-    """Gradients of a step in bf16, for the test to compare."""
-    for name, (make, loss, batch) in FAMILIES.items():
-        model = make()
-        update = Update(model, loss, train_config(precision="bf16", parallel="fsdp"), Processes.current())
-        total, norm, _ = update.gradients([batch(0), batch(1)])
-        grads = {key: p.grad.full_tensor() for key, p in model.named_parameters()}
-        dtypes = {str(p.dtype) for p in model.parameters()} | {str(p.grad.dtype) for p in model.parameters()}
-        if rank == 0:
-            torch.save({"loss": total, "norm": norm, "grads": grads, "dtypes": dtypes}, folder / f"{name}.pt")
-    return None
 
 
 @torch.no_grad()
@@ -246,7 +193,7 @@ def caches(rank: int, folder: Path) -> Any:
     """Decoding with a cache needs gathered layers."""
     from torch.distributed.fsdp import fully_shard
 
-    model = language_model().double()
+    model = language_model()
     plain = decoded(model)
     layers: Any = model.decoder.layers
     for layer in layers:
@@ -263,7 +210,7 @@ def caches(rank: int, folder: Path) -> Any:
 
 SCENARIOS: dict[str, tuple[Callable[[int, Path], Any], ...]] = {
     "ddp": (whole, resumed, dropout, plateau, failing),
-    "fsdp": (sharded, language, precise, caches),
+    "fsdp": (sharded, language, caches),
 }
 
 

@@ -239,7 +239,7 @@ import errno, os, random, shutil, signal, sys, time
 from pathlib import Path
 import torch
 from fastformer.apps.train import Checkpoint, CheckpointFolder
-from fastformer.apps.train import checkpoint as module
+from fastformer.apps.train import checkpoint_folder as module
 
 root, size = Path(sys.argv[1]), 30_000
 

@@ -22,8 +22,7 @@ from fastformer.apps.text import (
 )
 from fastformer.apps.train import TrainConfig, Trainer, graphs, read_metrics
 from fastformer.apps.train.config import check_machine
-from fastformer.apps.train.fixed_batch import FixedBatch, shape_of
-from fastformer.apps.train.graphs import GraphedUpdate, new_update
+from fastformer.apps.train.graphs import FixedBatch, GraphedUpdate, new_update, shape_of
 from fastformer.apps.train.processes import Processes
 from fastformer.apps.train.update import Update
 from fastformer.apps.translation.model import translation_loss

@@ -172,7 +172,7 @@ def test_what_could_not_be_saved_is_saved_when_training_goes_on(tmp_path, monkey
     """A full disk at the end of the budget: `fit` again said that all was done, and wrote nothing."""
     full = trainer(tmp_path, config(steps=3), validate=None if value is None else lambda model: {"loss": value})
     with monkeypatch.context() as patch:
-        patch.setattr("fastformer.apps.train.checkpoint.write_weights", _no_space)
+        patch.setattr("fastformer.apps.train.checkpoint_folder.write_weights", _no_space)
         with pytest.raises(OSError, match="No space left"):
             full.fit()
     assert full.fit().step == 3

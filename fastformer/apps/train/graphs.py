@@ -260,7 +260,7 @@ class FixedBatch:
 
     def _arrays(self, batch: Any) -> dict[tuple[int, str], NDArray[np.int64]]:
         """Return offsets, positions, slots, ids and targets of each side, with padding at the end."""
-        arrays = {}
+        arrays: dict[tuple[int, str], NDArray[np.int64]] = {}
         for number, (side, total, longest) in enumerate(zip(batch.SIDES, *self._shape[1:], strict=True)):
             real = getattr(batch, side.lengths).tolist()
             filled = [*real, *filler_lengths(total - sum(real), longest)]

@@ -1,4 +1,4 @@
-"""`fastformer train classify | classify`, and `evaluate` and `plot` for classification runs."""
+"""`fastformer train classify | classify`, and `evaluate`, `plot` and `serve` for classification runs."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -24,6 +24,8 @@ from fastformer.apps.cli.console import (
 )
 from fastformer.apps.cli.options import USE, whole_number
 from fastformer.apps.cli.training import add_training
+from fastformer.apps.serve.worker import ServedModel
+from fastformer.apps.settings import Settings
 
 RUN = Path("runs") / APPLICATION.kind
 
@@ -75,3 +77,18 @@ def attention_of(run: Path, checkpoint: str, device: str, text: str) -> tuple[Ca
     """Return the function that draws the attention maps of a text, and its label as a line."""
     classifier = load_classifier(run, checkpoint, device)
     return classifier.attend(text).figure, f"{classifier.classify([text])[0]}\n"
+
+
+class NoSettings(Settings):
+    """The settings of a request for a label: none."""
+
+
+def serve_run(run: Path, checkpoint: str, device: str) -> ServedModel:
+    """Return the endpoint that gives every label with its probability, the most probable first."""
+    classifier = load_classifier(run, checkpoint, device)
+
+    def classify(texts: list[str], options: NoSettings) -> list[Any]:
+        ranked = classifier.ranked(texts)
+        return [{"labels": [{"label": label, "probability": round(p, 4)} for label, p in row]} for row in ranked]
+
+    return ServedModel("classify", NoSettings, classify, classifier.attend)

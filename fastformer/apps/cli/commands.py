@@ -64,21 +64,20 @@ def serve(
         import uvicorn
 
         from fastformer.apps.serve.api import Api
-        from fastformer.apps.serve.served_model import served_model
     except ModuleNotFoundError as error:
         if error.name not in ("starlette", "uvicorn"):
             raise
         raise ImportError(f"serving needs {error.name}: pip install 'fastformer[serve]'") from None
     check_value("port", port, int, at_least=0, at_most=65_535)
     with listen(host, port) as listener:
-        model = served_model(run, checkpoint, choose_device(device))
+        model = application_function(run, "serve_run", {})(run, checkpoint, choose_device(device))
         application = Api(model, Path(run).resolve().name).application(host)
         address = listener.getsockname()
         shown = f"[{address[0]}]" if ":" in address[0] else address[0]
         console.print(f"Serving {run} at http://{shown}:{address[1]} (Ctrl-C ends)")
         console.file.flush()  # into a pipe, too
         logs: dict[str, Any] = {"log_config": None, "log_level": "warning", "access_log": False}
-        config = uvicorn.Config(application, **logs, lifespan="on", timeout_graceful_shutdown=5, timeout_keep_alive=75)
+        config = uvicorn.Config(application, **logs, lifespan="off", timeout_graceful_shutdown=5, timeout_keep_alive=75)
         with suppress(KeyboardInterrupt):  # raised again by uvicorn after a clean end
             uvicorn.Server(config).run(sockets=[listener])
 

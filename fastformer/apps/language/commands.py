@@ -1,4 +1,4 @@
-"""`fastformer train lm | generate`, and `evaluate` and `plot` for language-model runs."""
+"""`fastformer train lm | generate`, and `evaluate`, `plot` and `serve` for language-model runs."""
 
 import itertools
 from collections.abc import Callable
@@ -22,6 +22,7 @@ from fastformer.apps.cli.options import USE, make_settings, whole_number, with_s
 from fastformer.apps.cli.training import add_training
 from fastformer.apps.language.run import APPLICATION, LanguageRun, evaluate_text, load_generator
 from fastformer.apps.language.sampling import SamplingOptions
+from fastformer.apps.serve.worker import ServedModel
 from fastformer.apps.text.files import checked_lines
 from fastformer.nn import pack_weights
 
@@ -75,3 +76,14 @@ def evaluate_run(run: Path, checkpoint: str, device: str, texts: Any) -> None:
 def attention_of(run: Path, checkpoint: str, device: str, text: str) -> tuple[Callable[..., Any], str]:
     """Return the function that draws the attention maps of a text, and nothing to print."""
     return load_generator(run, checkpoint, device).attend(text).figure, ""
+
+
+def serve_run(run: Path, checkpoint: str, device: str) -> ServedModel:
+    """Return the endpoint that continues prompts, whole or as a stream."""
+    generator = load_generator(run, checkpoint, device)
+    pack_weights(generator.model)
+
+    def generate(prompts: list[str], options: SamplingOptions) -> list[Any]:
+        return [{"text": text} for text in generator.generate(prompts, options)]
+
+    return ServedModel("generate", SamplingOptions, generate, generator.attend, generator.stream)

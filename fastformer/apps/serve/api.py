@@ -7,8 +7,7 @@ import asyncio
 import json
 import typing
 from collections.abc import AsyncIterator, Awaitable
-from contextlib import asynccontextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,41 +19,25 @@ from starlette.requests import Request
 from starlette.responses import HTMLResponse, JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
-from fastformer.apps.serve.served_model import ServedModel
-from fastformer.apps.serve.worker import ModelWorker, QueueFullError
-from fastformer.apps.settings import declared, to_plain
+from fastformer.apps.serve.worker import ModelWorker, QueueFullError, ServedModel
+from fastformer.apps.settings import Settings, declared, refuse_idle
 from fastformer.apps.text.files import encode_text
 from fastformer.settings import check_value
 
+CHARACTERS = 5000  # of a text
+SECONDS = 60.0  # of a request
+MOST = {"beam": 16, "max_length": 512, "max_new_tokens": 512}  # values of settings
+_MOST_BYTES = 12 * CHARACTERS + 10_000  # of a request; a character takes up to 12 as JSON: \\ud83d\\ude00
 _PAGE = Path(__file__).with_name("page.html")
 _POLICY = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; connect-src 'self'; img-src data:"
-_MOST_BYTES = 12  # of JSON for a character of text: \\ud83d\\ude00
 _LOCAL = ("127.0.0.1", "localhost", "::1", "[::1]")
 
 
-@dataclass(frozen=True)
-class Limits:
-    """Limits of requests: texts computed at a time, waiting requests, characters, tokens written, and seconds."""
-
-    batch_size: int = 32
-    queue_size: int = 256
-    characters: int = 5000
-    tokens: int = 512
-    seconds: float = 60.0
-
-
 class Api:
-    """The endpoints of one model.
+    """The endpoints of one model, which all of them share; `name` of the run is shown on the page."""
 
-    Args:
-        model: the model, which all endpoints share.
-        name: name of the run, shown on the page.
-        limits: limits of requests.
-    """
-
-    def __init__(self, model: ServedModel, name: str, limits: Limits = Limits()) -> None:
-        self.model, self.name, self.limits = model, name, limits
-        self.worker = ModelWorker(model.compute, limits.batch_size, limits.queue_size)
+    def __init__(self, model: ServedModel, name: str) -> None:
+        self.model, self.name, self.worker = model, name, ModelWorker(model.compute)
 
     def application(self, host: str) -> Starlette:
         """Return the application; at a local address it answers only requests that name a local host."""
@@ -69,20 +52,11 @@ class Api:
             HTTPException: self._http_error,
             ValueError: lambda request, error: _error(400, " ".join(str(error).split())),
             QueueFullError: lambda request, error: _error(503, str(error), {"Retry-After": "1"}),
-            TimeoutError: lambda request, error: _error(504, self._late()),
+            TimeoutError: lambda request, error: _error(504, _late()),
             Exception: lambda request, error: _error(500, "the model failed; the server's log has the reason"),
         }
         middleware = [Middleware(TrustedHostMiddleware, allowed_hosts=hosts)]
-        return Starlette(routes=routes, middleware=middleware, exception_handlers=handlers, lifespan=self._lifespan)
-
-    @asynccontextmanager
-    async def _lifespan(self, application: Starlette) -> AsyncIterator[None]:
-        task = asyncio.create_task(self.worker.run())
-        yield
-        task.cancel()
-        with suppress(asyncio.CancelledError):
-            await task
-        self.worker.close()
+        return Starlette(routes=routes, middleware=middleware, exception_handlers=handlers)
 
     async def describe(self, request: Request) -> Response:
         """`GET /api/model`: the run's name, the endpoint, its settings with their help, and the limits."""
@@ -95,32 +69,30 @@ class Api:
                 "bounds": {name: x for name, x in item.metadata["bounds"].items() if not isinstance(x, str)},
             }
             for item, hint in declared(self.model.settings)
-            if item.name not in self.model.not_offered
         ]
-        about = {"run": self.name, "action": self.model.action, "stream": hasattr(self.model, "stream")}
-        return JSONResponse({**about, "settings": settings, "limits": to_plain(self.limits)})
+        about = {"run": self.name, "action": self.model.action, "stream": self.model.stream is not None}
+        limits = {"characters": CHARACTERS, "seconds": SECONDS, **MOST}
+        return JSONResponse({**about, "settings": settings, "limits": limits})
 
     async def compute(self, request: Request) -> Response:
         """`POST /api/ACTION`: the result for a text; with `"stream": true` a line of JSON for each piece."""
-        body = await self._body(request)
+        body = await _body(request)
         stream: bool = check_value("stream", body.pop("stream", False), bool)
-        text = self._text(body)
-        options = self.model.options(body, self.limits.tokens)
+        text = _text(body)
+        options = _options(self.model.settings, body)
         if not stream:
-            return JSONResponse(await self._timed(self.worker.submit(text, options)))
-        if not hasattr(self.model, "stream"):
+            return JSONResponse(await _timed(self.worker.submit(text, options)))
+        if self.model.stream is None:
             raise ValueError("stream is for language models")
-        self.worker.check_space()
-        pieces = await self._timed(self.worker.call(self.model.stream, text, options))
-        return StreamingResponse(self._lines(pieces), media_type="application/x-ndjson")
+        return StreamingResponse(self._lines(self.model.stream(text, options)), media_type="application/x-ndjson")
 
     async def attention(self, request: Request) -> Response:
         """`POST /api/attention`: the weights of a layer and head (numbers from 1), or the mean of the heads."""
-        body = await self._body(request)
-        layer, head, text = body.pop("layer", None), body.pop("head", None), self._text(body)
+        body = await _body(request)
+        layer, head, text = body.pop("layer", None), body.pop("head", None), _text(body)
         for name in body:
             raise ValueError(f"unknown setting {name!r}; known: head, layer, text")
-        attention = await self._timed(self.worker.call(self.model.attention, text))
+        attention = await _timed(self.worker.call(self.model.attention, text))
         layers, heads = attention.weights.shape[:2]
         check_value("layer", layer, int | None, at_least=1, at_most=layers)
         check_value("head", head, int | None, at_least=1, at_most=heads)
@@ -130,53 +102,16 @@ class Api:
         about = {"layers": layers, "heads": heads, "keys": attention.keys, "queries": attention.queries}
         return JSONResponse({**about, "weights": rounded})
 
-    async def _timed(self, result: Awaitable[Any]) -> Any:
-        """Return a result of the model; raise TimeoutError after the limit, and an HTTP error if the server ends."""
-        try:
-            async with asyncio.timeout(self.limits.seconds):
-                return await result
-        except asyncio.CancelledError:
-            raise HTTPException(503, "the server is shutting down") from None
-
-    def _text(self, body: dict[str, Any]) -> str:
-        if "text" not in body:
-            raise ValueError('text must be given: {"text": "…"}')
-        text: str = check_value("text", body.pop("text"), str)
-        if len(text) > self.limits.characters:
-            raise HTTPException(413, f"text has {len(text):,} characters; at most {self.limits.characters:,} are read")
-        encode_text(text, "text")
-        return text
-
     async def _lines(self, pieces: Any) -> AsyncIterator[str]:
         try:
-            async with asyncio.timeout(self.limits.seconds):
+            async with asyncio.timeout(SECONDS):
                 async for piece in self.worker.stream(pieces):
                     yield json.dumps({"piece": piece}) + "\n"
             yield json.dumps({"done": True}) + "\n"
         except TimeoutError:
-            yield json.dumps({"error": self._late()}) + "\n"
+            yield json.dumps({"error": _late()}) + "\n"
         except (QueueFullError, FloatingPointError) as error:
             yield json.dumps({"error": str(error)}) + "\n"
-
-    async def _body(self, request: Request) -> dict[str, Any]:
-        """Read the request's JSON object, at most as many bytes as the longest text takes."""
-        if request.headers.get("content-type", "").partition(";")[0].strip() != "application/json":
-            raise HTTPException(415, "send JSON, with the header Content-Type: application/json")
-        data, most = bytearray(), self.limits.characters * _MOST_BYTES + 10_000
-        async for part in request.stream():
-            data += part
-            if len(data) > most:
-                raise HTTPException(413, f"the request is larger than {most:,} bytes")
-        try:
-            body = json.loads(data)
-        except ValueError as error:
-            raise ValueError(f"the request is not JSON: {error}") from None
-        if not isinstance(body, dict):
-            raise ValueError('the request must be a JSON object, such as {"text": "…"}')
-        return body
-
-    def _late(self) -> str:
-        return f"no result after {self.limits.seconds:g} s"
 
     async def _http_error(self, request: Request, error: Exception) -> Response:
         assert isinstance(error, HTTPException)
@@ -188,6 +123,58 @@ class Api:
 
 async def _page(request: Request) -> Response:
     return HTMLResponse(_PAGE.read_text(encoding="utf-8"), headers={"Content-Security-Policy": _POLICY})
+
+
+async def _timed(result: Awaitable[Any]) -> Any:
+    """Return a result of the model; raise TimeoutError after the limit, and an HTTP error if the server ends."""
+    try:
+        async with asyncio.timeout(SECONDS):
+            return await result
+    except asyncio.CancelledError:
+        raise HTTPException(503, "the server is shutting down") from None
+
+
+async def _body(request: Request) -> dict[str, Any]:
+    """Read the request's JSON object, at most as many bytes as the longest text takes."""
+    if request.headers.get("content-type", "").partition(";")[0].strip() != "application/json":
+        raise HTTPException(415, "send JSON, with the header Content-Type: application/json")
+    data = bytearray()
+    async for part in request.stream():
+        data += part
+        if len(data) > _MOST_BYTES:
+            raise HTTPException(413, f"the request is larger than {_MOST_BYTES:,} bytes")
+    try:
+        body = json.loads(data)
+    except ValueError as error:
+        raise ValueError(f"the request is not JSON: {error}") from None
+    if not isinstance(body, dict):
+        raise ValueError('the request must be a JSON object, such as {"text": "…"}')
+    return body
+
+
+def _text(body: dict[str, Any]) -> str:
+    """Remove the text from the body, and return it."""
+    if "text" not in body:
+        raise ValueError('text must be given: {"text": "…"}')
+    text: str = check_value("text", body.pop("text"), str)
+    if len(text) > CHARACTERS:
+        raise HTTPException(413, f"text has {len(text):,} characters; at most {CHARACTERS:,} are read")
+    encode_text(text, "text")
+    return text
+
+
+def _options(settings: type[Settings], values: dict[str, Any]) -> Any:
+    """Return the settings of a request; raise ValueError for one that is unknown, too large or without effect."""
+    options = settings(**values)
+    refuse_idle({"": values}, {"": options})
+    limits = {name: most for name, most in MOST.items() if hasattr(options, name)}
+    for name, most in limits.items():
+        check_value(name, values.get(name), int | None, at_most=most)
+    return replace(options, **{name: min(getattr(options, name) or most, most) for name, most in limits.items()})
+
+
+def _late() -> str:
+    return f"no result after {SECONDS:g} s"
 
 
 def _error(status: int, message: str, headers: Any = None) -> Response:

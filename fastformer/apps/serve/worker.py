@@ -1,9 +1,32 @@
 """Run a model in one thread; requests that wait together become a batch."""
 
 import asyncio
+import threading
 from collections.abc import AsyncIterator, Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
 from typing import Any, NamedTuple
+
+from fastformer.apps.plots.attention_maps import AttentionMaps
+from fastformer.apps.settings import Settings
+
+
+class ServedModel(NamedTuple):
+    """What the API needs of a model; `serve_run` in the `commands.py` of an application returns it.
+
+    Attributes:
+        action: name of the endpoint, such as "translate".
+        settings: settings that a request may give, and that are shown on the page.
+        compute: returns a JSON value for each text.
+        attention: returns the attention weights of a text; of a translation, those of the decoder to the source.
+        stream: yields the result for a text in pieces; None: results have no pieces.
+    """
+
+    action: str
+    settings: type[Settings]
+    compute: Callable[[list[str], Any], list[Any]]
+    attention: Callable[[str], AttentionMaps]
+    stream: Callable[[str, Any], Iterator[str]] | None = None
 
 
 class QueueFullError(Exception):
@@ -13,7 +36,7 @@ class QueueFullError(Exception):
 class _Request(NamedTuple):
     text: str
     options: Any
-    result: asyncio.Future[Any]
+    result: Future[Any]
 
 
 class ModelWorker:
@@ -21,16 +44,28 @@ class ModelWorker:
 
     Args:
         compute: takes texts and options, and returns a result for each text.
-        batch_size: texts computed at a time; they have equal options.
+        batch_size: texts computed at a time; they differ, and have equal options.
         queue_size: requests that may wait at a time, streams included.
     """
 
-    def __init__(self, compute: Callable[[list[str], Any], list[Any]], batch_size: int, queue_size: int) -> None:
+    def __init__(
+        self, compute: Callable[[list[str], Any], list[Any]], batch_size: int = 32, queue_size: int = 256
+    ) -> None:
         self._compute, self._batch_size, self._queue_size = compute, batch_size, queue_size
         self._waiting: list[_Request] = []
-        self._streams = 0
-        self._arrival = asyncio.Event()
+        self._lock = threading.Lock()  # of the list
+        self._places = 0  # of requests that wait or are computed
         self._thread = ThreadPoolExecutor(1, "model")
+
+    @contextmanager
+    def _place(self) -> Iterator[None]:
+        if self._places == self._queue_size:
+            raise QueueFullError(f"{self._queue_size} requests wait already; try again later")
+        self._places += 1
+        try:
+            yield
+        finally:
+            self._places -= 1
 
     async def submit(self, text: str, options: Any) -> Any:
         """Return the result for a text.
@@ -38,15 +73,12 @@ class ModelWorker:
         Raises:
             QueueFullError: as many requests wait as may.
         """
-        self.check_space()
-        request = _Request(text, options, asyncio.get_running_loop().create_future())
-        self._waiting.append(request)
-        self._arrival.set()
-        try:
-            return await request.result
-        finally:
-            if request in self._waiting:  # the client has gone, or waited for too long
-                self._waiting.remove(request)
+        with self._place():
+            request = _Request(text, options, Future())
+            with self._lock:
+                self._waiting.append(request)
+            self._thread.submit(self._compute_batch)  # one call a request, which may find it computed
+            return await asyncio.wrap_future(request.result)
 
     async def stream(self, pieces: Iterator[str]) -> AsyncIterator[str]:
         """Yield the pieces of an iterator; between two pieces the thread computes other requests.
@@ -54,50 +86,37 @@ class ModelWorker:
         Raises:
             QueueFullError: as many requests wait as may.
         """
-        self.check_space()
-        self._streams += 1
-        try:
+        with self._place():
             while (piece := await self.call(next, pieces, None)) is not None:
                 yield piece
-        finally:
-            self._streams -= 1
 
     async def call(self, function: Callable[..., Any], *arguments: Any) -> Any:
         """Return what a function returns in the model's thread."""
         return await asyncio.get_running_loop().run_in_executor(self._thread, function, *arguments)
 
-    async def run(self) -> None:
-        """Compute requests until cancelled."""
-        while True:
-            if not self._waiting:
-                self._arrival.clear()
-                await self._arrival.wait()
-            options = self._waiting[0].options
-            batch = [request for request in self._waiting if request.options == options][: self._batch_size]
-            self._waiting = [request for request in self._waiting if request not in batch]
-            await self._answer(batch, options)
+    def _compute_batch(self) -> None:
+        """Compute the first request that waits, and others of equal options and different texts."""
+        batch: dict[str, _Request] = {}
+        with self._lock:
+            for request in self._waiting:
+                if request.options == self._waiting[0].options and len(batch) < self._batch_size:
+                    batch.setdefault(request.text, request)
+            for request in batch.values():
+                self._waiting.remove(request)
+        # Without the requests whose clients have gone or waited for too long.
+        self._answer([request for request in batch.values() if request.result.set_running_or_notify_cancel()])
 
-    async def _answer(self, batch: list[_Request], options: Any) -> None:
+    def _answer(self, batch: list[_Request]) -> None:
+        if not batch:
+            return
         try:
-            results = await self.call(self._compute, [request.text for request in batch], options)
+            results = self._compute([request.text for request in batch], batch[0].options)
         except Exception as error:
-            if len(batch) > 1:  # only the requests that fail by themselves get the error
-                for request in batch:
-                    await self._answer([request], options)
-            elif not batch[0].result.done():
+            if len(batch) == 1:
                 batch[0].result.set_exception(error)
+            else:  # only the requests that fail by themselves get the error
+                for request in batch:
+                    self._answer([request])
             return
         for request, result in zip(batch, results, strict=True):
-            if not request.result.done():
-                request.result.set_result(result)
-
-    def close(self) -> None:
-        """End the thread after the batch that it computes; other requests are cancelled."""
-        for request in self._waiting:
-            request.result.cancel()
-        self._thread.shutdown(wait=True, cancel_futures=True)
-
-    def check_space(self) -> None:
-        """Raise QueueFullError if as many requests wait as may."""
-        if len(self._waiting) + self._streams >= self._queue_size:
-            raise QueueFullError(f"{self._queue_size} requests wait already; try again later")
+            request.result.set_result(result)

@@ -1,4 +1,4 @@
-"""`fastformer demo | train | translate | score`, and `evaluate` and `plot` for translation runs."""
+"""`fastformer demo | train | translate | score`, and `evaluate`, `plot` and `serve` for translation runs."""
 
 import functools
 import math
@@ -24,6 +24,7 @@ from fastformer.apps.cli.console import (
 )
 from fastformer.apps.cli.options import START, USE, make_settings, whole_number, with_settings
 from fastformer.apps.cli.training import add_training
+from fastformer.apps.serve.worker import ServedModel
 from fastformer.apps.text import read_lines, read_parallel
 from fastformer.apps.text.scores import PairedScore, check_bleu_tokenizer, compare_translations
 from fastformer.apps.translation.run import (
@@ -170,3 +171,17 @@ def attention_of(
     attention = attend(load_translator(run, checkpoint, device), source, target)
     draw = functools.partial(attention.figure, kind or "cross")  # type: ignore[arg-type]
     return draw, f"{attention.source} -> {attention.target}\n"
+
+
+def serve_run(run: Path, checkpoint: str, device: str) -> ServedModel:
+    """Return the endpoint that translates, with the n best translations and their scores."""
+    translator = load_translator(run, checkpoint, device)
+    pack_weights(translator.model)
+
+    def translate(texts: list[str], options: SearchOptions) -> list[Any]:
+        return [
+            {"translations": [{"text": best.text, "score": round(best.score, 4)} for best in each]}
+            for each in translator.candidates(texts, options)
+        ]
+
+    return ServedModel("translate", SearchOptions, translate, lambda text: attend(translator, text).maps["cross"])

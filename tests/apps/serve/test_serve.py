@@ -17,22 +17,23 @@ import pytest
 pytest.importorskip("typer", reason="the command line needs the extra `apps`")
 uvicorn = pytest.importorskip("uvicorn", reason="serving needs the extra `serve`")
 
-from fastformer.apps.cli.commands import listen
-from fastformer.apps.serve.api import Api, Limits
-from fastformer.apps.serve.served_model import served_model
+from fastformer.apps.cli.commands import application_function, listen
+from fastformer.apps.serve import api
 from fastformer.apps.serve.worker import ModelWorker, QueueFullError
 from fastformer.apps.translation.search import SearchOptions
 from tests.apps.conftest import LINES
 from tests.support.command_line import fastformer
 
 
+def model_of(folder):
+    return application_function(folder, "serve_run", {})(folder, "best", "cpu")
+
+
 @contextlib.contextmanager
-def served(folder, compute=None, **limits):
-    """The address of a server in this process; `compute` replaces the model's."""
-    model = served_model(folder, "best", "cpu")
-    model.compute = compute or model.compute
+def served(model):
+    """The address of a server in this process."""
     with listen("127.0.0.1", 0) as listener:
-        application = Api(model, folder.name, Limits(**limits)).application("127.0.0.1")
+        application = api.Api(model, "run").application("127.0.0.1")
         server = uvicorn.Server(uvicorn.Config(application, log_config=None, timeout_graceful_shutdown=2))
         thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]})
         thread.start()
@@ -61,18 +62,17 @@ def post(address, path, **body):
 
 
 def test_100_clients_get_the_answers_to_their_own_texts(runs):
-    with served(runs / "translation", batch_size=7) as address, ThreadPoolExecutor(100) as clients:
+    model = model_of(runs / "translation")
+    with served(model) as address, ThreadPoolExecutor(100) as clients:
         texts = [(LINES[i % len(LINES)], 1 + i % 3) for i in range(100)]
-        answers = clients.map(lambda each: post(address, "/api/translate", text=each[0], beam=each[1]), texts)
-        results = [[each["text"] for each in answer["translations"]] for answer in answers]
-    translator = served_model(runs / "translation", "best", "cpu")
-    for (text, beam), result in zip(texts, results, strict=True):
-        options = SearchOptions(beam=beam, max_length=512)
-        assert result == [each["text"] for each in translator.compute([text], options)[0]["translations"]]
+        answers = list(clients.map(lambda each: post(address, "/api/translate", text=each[0], beam=each[1]), texts))
+    for (text, beam), answer in zip(texts, answers, strict=True):
+        [expected] = model.compute([text], SearchOptions(beam=beam, max_length=512))
+        assert [each["text"] for each in answer["translations"]] == [each["text"] for each in expected["translations"]]
 
 
 def test_a_stream_is_the_text_that_the_seed_gives_alone(runs):
-    with served(runs / "language") as address:
+    with served(model_of(runs / "language")) as address:
         settings = {"text": LINES[3], "seed": 5, "max_new_tokens": 12}
         lines = request(address, "/api/generate", {**settings, "stream": True})[1].splitlines()
         *pieces, end = map(json.loads, lines)
@@ -81,16 +81,16 @@ def test_a_stream_is_the_text_that_the_seed_gives_alone(runs):
 
 
 def test_labels_are_sorted_and_attention_rows_sum_to_one(runs):
-    with served(runs / "classification") as address:
+    with served(model_of(runs / "classification")) as address:
         labels = post(address, "/api/classify", text=LINES[1])["labels"]
-        assert {each["label"] for each in labels} == {"x", "y", "z"}
-        probabilities = [each["probability"] for each in labels]
-        assert probabilities == sorted(probabilities, reverse=True)
-        assert sum(probabilities) == pytest.approx(1, abs=3e-4)
         attention = post(address, "/api/attention", text=LINES[1], layer=1, head=2)
-        assert (attention["layers"], attention["heads"]) == (1, 2)
-        for row in attention["weights"]:  # each of 4 digits
-            assert sum(row) == pytest.approx(1, abs=5e-5 * len(row))
+    assert {each["label"] for each in labels} == {"x", "y", "z"}
+    probabilities = [each["probability"] for each in labels]
+    assert probabilities == sorted(probabilities, reverse=True)
+    assert sum(probabilities) == pytest.approx(1, abs=3e-4)
+    assert (attention["layers"], attention["heads"]) == (1, 2)
+    for row in attention["weights"]:  # each of 4 digits
+        assert sum(row) == pytest.approx(1, abs=5e-5 * len(row))
 
 
 @pytest.mark.parametrize(
@@ -100,15 +100,14 @@ def test_labels_are_sorted_and_attention_rows_sum_to_one(runs):
         ({}, 400, "text must be given"),
         ({"text": "w1", "beem": 2}, 400, "did you mean 'beam'"),
         ({"text": "w1", "beam": 99}, 400, "beam must be at most 16, not 99"),
-        ({"text": "w1", "max_length": 21}, 400, "max_length must be at most 20"),
+        ({"text": "w1", "max_length": 513}, 400, "max_length must be at most 512"),
         ({"text": "w1", "beam": 1, "n_best": 1}, 400, "n_best has an effect only with a beam above 1"),
-        ({"text": "w1", "cuda_graphs": True}, 400, "cuda_graphs cannot be set by a request"),
         ({"text": "w1", "stream": True}, 400, "stream is for language models"),
-        ({"text": "w" * 101}, 413, "101 characters; at most 100"),
+        ({"text": "w" * 5001}, 413, "5,001 characters; at most 5,000"),
         (b'{"text": "\\ud800"}', 400, "text"),
         (b"{", 400, "not JSON"),
         (b"[]", 400, "must be a JSON object"),
-        (b" " * 20_000, 413, "larger than 11,200 bytes"),
+        (b" " * 80_000, 413, "larger than 70,000 bytes"),
     ],
 )
 def test_bad_requests_get_one_line_of_json(translation, body, status, message):
@@ -120,7 +119,7 @@ def test_bad_requests_get_one_line_of_json(translation, body, status, message):
 
 @pytest.fixture(scope="module")
 def translation(runs):
-    with served(runs / "translation", characters=100, tokens=20) as address:
+    with served(model_of(runs / "translation")) as address:
         yield address
 
 
@@ -133,58 +132,48 @@ def test_other_paths_hosts_and_content_types_are_refused(translation):
     assert request(translation, "/")[1].startswith("<!doctype html>")
 
 
-def test_equal_options_are_batched_in_order_and_only_the_bad_text_fails():
-    batches = []
+def test_different_texts_with_equal_options_are_a_batch_and_only_the_bad_text_fails():
+    """The first batch has one request, during which the others arrive."""
+    batches, started, arrived = [], threading.Event(), threading.Event()
 
     def compute(texts, options):
-        batches.append((texts, options))
-        if "bad" in texts:
+        batches.append("".join(texts))
+        started.set()
+        arrived.wait()
+        if "!" in texts:
             raise ValueError("a bad text")
         return [f"{options}{text}" for text in texts]
 
     async def work():
-        worker = ModelWorker(compute, batch_size=3, queue_size=8)
-        texts = [("a", 1), ("b", 2), ("bad", 1), ("c", 1), ("d", 1)]
+        worker = ModelWorker(compute, batch_size=3, queue_size=9)
+        first = asyncio.create_task(worker.submit("f", 0))
+        await asyncio.to_thread(started.wait)
+        texts = [("a", 1), ("b", 2), ("!", 1), ("a", 1), ("gone", 1), ("c", 1), ("d", 1)]
         requests = [asyncio.create_task(worker.submit(*each)) for each in texts]
         await asyncio.sleep(0)  # all wait
-        task = asyncio.create_task(worker.run())
-        results = await asyncio.gather(*requests, return_exceptions=True)
-        task.cancel()
-        worker.close()
-        return results
-
-    results = asyncio.run(work())
-    assert [str(each) for each in results] == ["1a", "2b", "a bad text", "1c", "1d"]
-    assert [texts for texts, _ in batches] == [["a", "bad", "c"], ["a"], ["bad"], ["c"], ["b"], ["d"]]
-
-
-def test_a_full_queue_refuses_and_a_client_that_left_frees_its_place():
-    async def work():
-        worker = ModelWorker(lambda texts, options: texts, batch_size=1, queue_size=2)
-        waiting = [asyncio.create_task(worker.submit(text, None)) for text in "ab"]
+        requests.pop(4).cancel()  # its place is free
         await asyncio.sleep(0)
-        with pytest.raises(QueueFullError, match="2 requests wait already"):
-            await worker.submit("c", None)
-        waiting[0].cancel()
-        await asyncio.wait([waiting[0]])
-        last = asyncio.create_task(worker.submit("d", None))
-        task = asyncio.create_task(worker.run())
-        results = await asyncio.gather(waiting[1], last)
-        task.cancel()
-        worker.close()
-        return results
+        requests += [asyncio.create_task(worker.submit(text, 3)) for text in "ef"]
+        await asyncio.sleep(0)
+        with pytest.raises(QueueFullError, match="9 requests wait already"):
+            await worker.submit("full", 3)
+        arrived.set()
+        return await asyncio.gather(first, *requests, return_exceptions=True)
 
-    assert asyncio.run(work()) == ["b", "d"]
+    results = [str(each) for each in asyncio.run(work())]
+    assert results == ["0f", "1a", "2b", "a bad text", "1a", "1c", "1d", "3e", "3f"]
+    assert batches == ["f", "a!", "a", "!", "b", "acd", "ef"]
 
 
-def test_a_late_request_and_a_failing_model_are_errors(runs):
+def test_a_late_request_and_a_failing_model_are_errors(runs, monkeypatch):
     def compute(texts, options):
         if texts == ["w1"]:
             raise RuntimeError("a bug")
         time.sleep(0.5)
         return texts
 
-    with served(runs / "classification", compute, seconds=0.2) as address:
+    monkeypatch.setattr(api, "SECONDS", 0.2)
+    with served(model_of(runs / "classification")._replace(compute=compute)) as address:
         failed, late = (request(address, "/api/classify", {"text": text}) for text in ("w1", "w2"))
     assert late == (504, '{"error":"no result after 0.2 s"}')
     assert failed[0] == 500

@@ -155,9 +155,11 @@ def test_different_texts_with_equal_options_are_a_batch_and_only_the_bad_text_fa
         await asyncio.sleep(0)
         requests += [asyncio.create_task(worker.submit(text, 3)) for text in "ef"]
         await asyncio.sleep(0)
-        with pytest.raises(QueueFullError, match="9 requests wait already"):
-            await worker.submit("full", 3)
-        arrived.set()
+        try:
+            with pytest.raises(QueueFullError, match="9 requests wait already"):
+                await asyncio.wait_for(worker.submit("full", 3), timeout=20)
+        finally:
+            arrived.set()
         return await asyncio.gather(first, *requests, return_exceptions=True)
 
     results = [str(each) for each in asyncio.run(work())]

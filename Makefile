@@ -21,7 +21,7 @@ test:  ## every test, on all cores
 quick:  ## is anything broken? the first case of every test that is not slow
 	$(PYTHON) -m pytest -n auto --dist worksteal --quick
 
-fuzz:  ## 10,000 inputs of every generator of bad input, in an hour; CI has 300
+fuzz:  ## 10,000 inputs of every generator of bad input, in an hour; CI has 100
 	nice $(PYTHON) -m pytest -n $(JOBS) --dist worksteal --fuzz 10000 tests/fuzz
 
 long:  ## what CI leaves out, as it takes long and is rarely red: tests, and the kernels with the newest Triton

@@ -30,7 +30,7 @@ DATA = Path(__file__).resolve().parents[2] / "shared" / "data"
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--fuzz", type=int, default=300, help="generated inputs of each test in test_fuzz_*.py")
+    parser.addoption("--fuzz", type=int, default=100, help="inputs that each test in tests/fuzz draws")
     parser.addoption(
         "--seed", type=int, default=0, help="what every test begins with: other random tensors, same claims"
     )

@@ -1,6 +1,6 @@
 """The harness of all fuzz tests: inputs that hypothesis draws, a limit of time, and what a clear error is.
 
-`pytest --fuzz N` sets how many inputs each test draws (300 if nothing is said), `--seed` which ones. A generator takes
+`pytest --fuzz N` sets how many inputs each test draws (default 100), `--seed` which ones. A generator takes
 a `random.Random` whose numbers are hypothesis's, so that a failing input is made smaller before it is shown.
 """
 

@@ -1,4 +1,4 @@
-"""What a training step does at once: parameters cast with the bits of autocast's own casts, seeds of dropout drawn."""
+"""Casts and dropout seeds of a training step: parameters cast together have the bits of autocast's own casts."""
 
 import contextlib
 import copy
@@ -15,32 +15,32 @@ from fastformer.apps.train.update import Update
 from fastformer.apps.translation.model import translation_loss
 from fastformer.host.autocast import cast_together
 from fastformer.host.autograd_function import dropout_seed, seeds_together
+from tests.support import translation_task
 from tests.support.fused_op import DEVICE, needs_kernels
-from tests.support.translation_task import random_batch, random_model
+from tests.support.translation_task import random_batch
 
 BF16 = torch.bfloat16
 LOSS = functools.partial(translation_loss, label_smoothing=0.1)
 BATCHES = [random_batch([(3, 2), (1, 4)]), random_batch([(5, 5)], seed=1)]
+CONFIG = TrainConfig(steps=1, precision="bf16")
+random_model = functools.partial(translation_task.random_model, encoder_layers=1, decoder_layers=1)
 
 
-def autocast(dtype=BF16):
-    return torch.autocast(DEVICE, dtype)
-
-
-def gradients(model, together, config):
-    """Of two batches, added up; and how many ops cast a list."""
-    update = Update(copy.deepcopy(model), LOSS, config, Processes.current())
+def gradients(model, together):
+    """Return the gradients of two batches, added up, and how many ops cast a list."""
+    update = Update(copy.deepcopy(model), LOSS, CONFIG, Processes.current())
     assert update._cast
     if not together:
         update._cast = []
+    torch.manual_seed(0)
     with torch.profiler.profile() as profile:
         update.gradients(BATCHES)
-    lists = sum(event.name == "aten::_foreach_copy_" for event in profile.events())
-    return [p.grad for p in update.parameters], lists
+    casts = sum(event.name == "aten::_foreach_copy_" for event in profile.events())
+    return [p.grad for p in update.parameters], casts
 
 
 @pytest.mark.parametrize(
-    ("changes", "how"),
+    ("changes", "implementation"),
     [
         ({}, "reference"),
         ({"embeddings": "separate", "output_bias": True, "norm_first": False}, "reference"),
@@ -48,63 +48,57 @@ def gradients(model, together, config):
     ],
     ids=str,
 )
-def test_gradients_have_the_bits_of_autocast(changes, how):
+def test_gradients_have_the_bits_of_autocast(changes, implementation):
     model = random_model(**changes).train().to(DEVICE)
     model.decoder.checkpoint_activations = "embeddings" in changes
-    config = TrainConfig(steps=1, precision="bf16")
-    with backend(how):
-        torch.manual_seed(0)
-        ours, lists = gradients(model, True, config)
-        torch.manual_seed(0)
-        theirs, none = gradients(model, False, config)
-    assert (lists, none) == (4, 0)  # forward and backward of each batch
-    for x, y in zip(ours, theirs, strict=True):
+    with backend(implementation):
+        (actual, casts), (expected, casts_of_autocast) = (gradients(model, together) for together in (True, False))
+    assert (casts, casts_of_autocast) == (4, 0)  # forward and backward of each batch
+    for x, y in zip(actual, expected, strict=True):
         assert x.dtype == torch.float32
         assert torch.equal(x, y)
 
 
-def clamp(module, given):
+def clamp_in_place(module, args):
     for p in module.parameters():
         p.data.clamp_(-0.05, 0.05)
 
 
-def replace(module, given):
+def replace_data(module, args):
     for p in module.parameters():
         p.data = p.data.clamp(-0.05, 0.05)
 
 
-def freezes_for_a_while(model, batch):
+def loss_that_freezes_the_encoder(model, batch):
     model.encoder.requires_grad_(False)
     loss = LOSS(model, batch)
     model.encoder.requires_grad_(True)
     return loss
 
 
-def penalises_gradients(model, batch):
+def loss_with_a_penalty_on_gradients(model, batch):
     loss = LOSS(model, batch)
-    found = torch.autograd.grad(loss, list(model.parameters()), create_graph=True)
-    return loss + sum(x.pow(2).sum() for x in found)
+    grads = torch.autograd.grad(loss, list(model.parameters()), create_graph=True)
+    return loss + sum(x.pow(2).sum() for x in grads)
 
 
 @pytest.mark.parametrize(
-    ("loss", "place", "write"),
+    ("loss", "place", "hook"),
     [
-        (LOSS, "", clamp),
-        (LOSS, "decoder.layers.0", replace),
-        (freezes_for_a_while, "", None),
-        (penalises_gradients, "", None),
+        (LOSS, "", clamp_in_place),
+        (LOSS, "decoder.layers.0", replace_data),
+        (loss_that_freezes_the_encoder, "", None),
+        (loss_with_a_penalty_on_gradients, "", None),
     ],
 )
-def test_hooks_and_losses_of_users_see_the_parameters(loss, place, write):
-    """Against autocast's own casts: parameters written to through `.data`, frozen, differentiated twice."""
-    torch.manual_seed(0)
+def test_hooks_and_losses_of_users_see_the_parameters(loss, place, hook):
+    """Parameters written through `.data`, frozen, or differentiated twice, against autocast's own casts."""
     model = random_model().train().to(DEVICE)
-    if write is not None:
-        model.get_submodule(place).register_forward_pre_hook(write)
+    if hook is not None:
+        model.get_submodule(place).register_forward_pre_hook(hook)
     other, batch = copy.deepcopy(model), BATCHES[0].to(DEVICE)
-    update = Update(model, loss, TrainConfig(steps=1, precision="bf16"), Processes())
-    update.gradients([batch])
-    with autocast():
+    Update(model, loss, CONFIG, Processes()).gradients([batch])
+    with torch.autocast(DEVICE, BF16):
         value = loss(other, batch)
     (value / batch.tokens).backward()
     for p, q in zip(model.parameters(), other.parameters(), strict=True):
@@ -132,19 +126,18 @@ def test_seeds_drawn_together_are_distinct_and_follow_manual_seed():
     for seed in (0, 0, 1):
         torch.manual_seed(seed)
         with seeds_together():
-            runs.append([int(dropout_seed(x)) for _ in range(100)])
+            seeds = [dropout_seed(x) for _ in range(100)]
+        assert all(s.shape == (1,) and s.dtype == torch.int64 and s.data_ptr() % 16 == 0 for s in seeds)
+        runs.append([int(s) for s in seeds])
     assert runs[0] == runs[1]
     assert not set(runs[0]) & set(runs[2])
     assert len(set(runs[0])) == 100
-    with seeds_together():
-        found = [dropout_seed(x) for _ in range(3)]
-    assert all(x.shape == (1,) and x.dtype == torch.int64 and x.data_ptr() % 16 == 0 for x in found)
 
 
 @needs_kernels
 @pytest.mark.parametrize("reentrant", [False, True])
 def test_recomputation_drops_the_same_elements(reentrant):
-    """The gradient of dropout(x) is 0 where dropout made 0: of another mask it would not be."""
+    """The gradient of dropout(x) is 0 where dropout made 0; with another mask it would not be."""
 
     def dropped(x):
         with backend("triton"):
@@ -160,19 +153,19 @@ def test_recomputation_drops_the_same_elements(reentrant):
 
 
 @needs_kernels
+@pytest.mark.slow
 def test_a_loss_that_seeds_twice_draws_the_same_dropout_twice():
     differences = []
 
     def loss(model, batch):
-        found = []
+        losses = []
         for _ in range(2):
             torch.manual_seed(7)
-            found.append(translation_loss(model, batch))
-        differences.append((found[0] - found[1]).item())
-        return sum(found)
+            losses.append(translation_loss(model, batch))
+        differences.append((losses[0] - losses[1]).item())
+        return sum(losses)
 
-    model = random_model(dropout=0.5).train().to(DEVICE)
-    update = Update(model, loss, TrainConfig(steps=1), Processes())
+    update = Update(random_model(dropout=0.5).train().to(DEVICE), loss, TrainConfig(steps=1), Processes())
     with backend("triton"):
-        update.gradients([random_batch([(3, 2), (1, 4)])])
+        update.gradients(BATCHES[:1])
     assert differences == [0.0]

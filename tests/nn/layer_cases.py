@@ -49,10 +49,10 @@ def build(library, kind, dtype=torch.float64, num_layers=2, norm=True, **setting
 
 def twins(kind, dtype=torch.float64, **settings):
     """Build a module of fastformer and one of torch.nn, with the same parameters."""
-    ours, torchs = (build(library, kind, dtype, **settings) for library in (fastformer, nn))
-    randomise(ours)
-    torchs.load_state_dict(ours.state_dict(), strict=True)
-    return ours, torchs
+    model, torchs = (build(library, kind, dtype, **settings) for library in (fastformer, nn))
+    randomise(model)
+    torchs.load_state_dict(model.state_dict(), strict=True)
+    return model, torchs
 
 
 def inputs_for(kind, batch_first=True, dtype=torch.float64, batched=True):
@@ -62,21 +62,21 @@ def inputs_for(kind, batch_first=True, dtype=torch.float64, batched=True):
     return tuple(random(*shape, dtype=dtype) for shape in shapes)
 
 
-def check(ours, torchs, inputs, padding=None, **arguments):
+def check(model, torchs, inputs, padding=None, **arguments):
     """Compare outputs and the gradients of inputs, masks that learn, and parameters.
 
-    padding: `[B, T]` of the output, in its layout: rows that a stack of ours sets to 0.
+    padding: `[B, T]` of the output, in its layout: rows that a stack of fastformer sets to 0.
     """
-    out, expected = ours(*inputs, **arguments), torchs(*inputs, **arguments)
+    out, expected = model(*inputs, **arguments), torchs(*inputs, **arguments)
     if padding is not None:
         assert not out[padding].any()
         expected = expected.masked_fill(padding[..., None], 0.0)
     if isinstance(out, tuple):
         assert [x is None for x in out] == [x is None for x in expected]
         out, expected = ([x for x in each if x is not None] for each in (out, expected))
-    given = (x for x in (*inputs, *arguments.values()) if isinstance(x, Tensor) and x.requires_grad)
-    leaves = list(dict.fromkeys(given))
-    assert_same(out, expected, [*leaves, *ours.parameters()], [*leaves, *torchs.parameters()])
+    tensors = (x for x in (*inputs, *arguments.values()) if isinstance(x, Tensor) and x.requires_grad)
+    leaves = list(dict.fromkeys(tensors))
+    assert_same(out, expected, [*leaves, *model.parameters()], [*leaves, *torchs.parameters()])
 
 
 AHEAD = ahead(T)

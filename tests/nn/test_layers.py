@@ -48,33 +48,33 @@ SETTINGS = {
     ("name", "kind", "norm_first", "dtype"), all_pairs(SETTINGS, LAYERS, [True, False], [torch.float64, torch.float32])
 )
 def test_every_setting_computes_what_torch_does(name, kind, norm_first, dtype):
-    ours, torchs = twins(kind, dtype, norm_first=norm_first, **SETTINGS[name])
+    model, torchs = twins(kind, dtype, norm_first=norm_first, **SETTINGS[name])
     for inputs in (inputs_for(kind, "batch" not in name, dtype), inputs_for(kind, dtype=dtype, batched=False)):
         for training in (True, False):
-            check(ours.train(training), torchs.train(training), inputs)
+            check(model.train(training), torchs.train(training), inputs)
 
 
 @both_kinds
 @both_orders
 def test_dropout_is_applied_where_torch_applies_it(kind, norm_first):
     """Every nn.Dropout has its own rate, also one that is changed later; all are off in evaluation mode."""
-    ours, torchs = twins(kind, torch.float32, dropout=0.5, norm_first=norm_first)
+    model, torchs = twins(kind, torch.float32, dropout=0.5, norm_first=norm_first)
     inputs = inputs_for(kind, dtype=torch.float32)
     torch.manual_seed(1)
-    first = ours(*inputs)
+    first = model(*inputs)
     torch.manual_seed(1)
-    assert torch.equal(ours(*inputs), first)
-    assert not torch.equal(ours(*inputs), first)
+    assert torch.equal(model(*inputs), first)
+    assert not torch.equal(model(*inputs), first)
     names = [name for name, module in torchs.named_modules() if isinstance(module, nn.Dropout)]
     for certain in names:  # with p = 1 for one and 0 for the others there is nothing random left
-        for module in (ours, torchs):
+        for module in (model, torchs):
             for name, child in module.named_modules():
                 if isinstance(child, nn.Dropout):
                     child.p = float(name == certain)
                 if isinstance(child, nn.MultiheadAttention):
                     child.dropout = 0.0
-        check(ours, torchs, inputs)
-    check(ours.eval(), torchs.eval(), inputs)
+        check(model, torchs, inputs)
+    check(model.eval(), torchs.eval(), inputs)
 
 
 @pytest.mark.parametrize("part", ["all but attention", "dropout", "dropout1", "dropout2"])
@@ -93,11 +93,11 @@ def test_dropout_of_one_submodule_in_training_mode(part):
 def test_copies_and_pickles_keep_the_activation(kind):
     """torch's decoder layer turns an activation that is a module into ReLU there."""
     for activation in (nn.SiLU(), nn.GELU("tanh"), Twice(), F.gelu, "relu"):
-        ours, _ = twins(kind, activation=activation)
+        model, _ = twins(kind, activation=activation)
         inputs = inputs_for(kind)
-        for other in (copy.deepcopy(ours), pickle.loads(pickle.dumps(ours))):
-            assert type(other) is type(ours)
-            assert_close(other(*inputs), ours(*inputs))
+        for other in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+            assert type(other) is type(model)
+            assert_close(other(*inputs), model(*inputs))
     stack = getattr(fastformer, kind.removesuffix("Layer"))(twins(kind, activation=Twice())[0], 2)
     assert all(isinstance(layer.activation, Twice) for layer in stack.layers)
 
@@ -113,15 +113,15 @@ CONSTRUCTED = [
 
 @pytest.mark.parametrize(("kind", "settings"), CONSTRUCTED, ids=str)
 def test_initial_values_names_and_repr_are_torchs(kind, settings):
-    made = []
+    modules = []
     for library in (fastformer, nn):
         torch.manual_seed(3)
-        made.append(getattr(library, kind)(8, 2, dropout=0.1, **settings))
-    ours, torchs = (module.state_dict() for module in made)
-    assert list(ours) == list(torchs)
-    assert all(torch.equal(ours[name], value) for name, value in torchs.items())
-    assert repr(made[0]) == repr(made[1])
-    attentions = [m for m in made[0].modules() if isinstance(m, nn.MultiheadAttention | nn.LayerNorm)]
+        modules.append(getattr(library, kind)(8, 2, dropout=0.1, **settings))
+    model, torchs = (module.state_dict() for module in modules)
+    assert list(model) == list(torchs)
+    assert all(torch.equal(model[name], value) for name, value in torchs.items())
+    assert repr(modules[0]) == repr(modules[1])
+    attentions = [m for m in modules[0].modules() if isinstance(m, nn.MultiheadAttention | nn.LayerNorm)]
     assert all(type(m) in (fastformer.MultiheadAttention, fastformer.LayerNorm) for m in attentions)
 
 
@@ -172,25 +172,25 @@ PARTS = ["linear1", "linear2", "dropout", "norm1", "norm2", "dropout1", "self_at
 @pytest.mark.parametrize(("part", "change", "kind", "norm_first"), all_pairs(PARTS, CHANGES, LAYERS, [True, False]))
 def test_hooks_and_replaced_methods_are_called(part, change, kind, norm_first):
     """In inference, too, where torch's fast path would skip them."""
-    ours, torchs = twins(kind, norm_first=norm_first, nhead=2)
+    model, torchs = twins(kind, norm_first=norm_first, nhead=2)
     inputs = inputs_for(kind)
-    plain = ours(*inputs)
-    for module in (ours, torchs):
+    plain = model(*inputs)
+    for module in (model, torchs):
         CHANGES[change](module.get_submodule(part))
-    check(ours, torchs, inputs)
+    check(model, torchs, inputs)
     expected = torchs(*inputs).detach()
     assert not torch.allclose(expected, plain)
     torch.backends.mha.set_fastpath_enabled(True)
     with torch.no_grad():
-        assert_close(ours.eval()(*inputs), expected)
+        assert_close(model.eval()(*inputs), expected)
 
 
 @both_kinds
 def test_hooks_of_the_last_projection_of_attention_are_called(kind):
     """torch reads its weight and calls no hook."""
-    ours, torchs = twins(kind, nhead=2)
+    model, torchs = twins(kind, nhead=2)
     inputs = inputs_for(kind)
-    ours.self_attn.out_proj.register_forward_hook(doubled)
+    model.self_attn.out_proj.register_forward_hook(doubled)
     with torch.no_grad():
         for parameter in torchs.self_attn.out_proj.parameters():
             parameter.mul_(2)
@@ -198,20 +198,20 @@ def test_hooks_of_the_last_projection_of_attention_are_called(kind):
     torch.backends.mha.set_fastpath_enabled(True)
     for grad in (True, False):
         with torch.set_grad_enabled(grad):
-            assert_close(ours.train(grad)(*inputs).detach(), expected)
+            assert_close(model.train(grad)(*inputs).detach(), expected)
 
 
 @pytest.mark.parametrize("activation", ["relu", "swiglu"])
 @pytest.mark.parametrize("name", ["linear1", "dropout", "linear2"])
 def test_parts_of_a_feed_forward_network_are_called_where_they_do_more(name, activation):
-    ours = fastformer.FeedForward(6, 4, 0.5, activation).double().eval()
+    model = fastformer.FeedForward(6, 4, 0.5, activation).double().eval()
     x = random(3, 6)
-    plain = ours(x)
-    handle = getattr(ours, name).register_forward_hook(doubled)
-    hidden = ours.linear1(x)
+    plain = model(x)
+    handle = getattr(model, name).register_forward_hook(doubled)
+    hidden = model.linear1(x)
     hidden = hidden.relu() if activation == "relu" else F.silu(hidden[:, :4]) * hidden[:, 4:]
-    assert_close(ours(x), ours.linear2(ours.dropout(hidden)))
+    assert_close(model(x), model.linear2(model.dropout(hidden)))
     handle.remove()
-    assert_close(ours(x), plain)
-    ours.dropout.train()  # Monte Carlo dropout
-    assert not torch.equal(ours(x), plain)
+    assert_close(model(x), plain)
+    model.dropout.train()  # Monte Carlo dropout
+    assert not torch.equal(model(x), plain)

@@ -71,9 +71,9 @@ WEIGHTS = [(True, True), (True, False), (False, True)]  # need_weights, average_
 )
 def test_every_option_with_every_mask_computes_what_torch_does(option, attn, kind, key_padding, weights, dtype):
     """One tensor cannot have two widths: where they differ, all inputs do."""
-    ours, torchs = attention(dtype, **OPTIONS[option])
-    inputs = inputs_for("all different" if "vdim" in option else kind, ours, dtype)
-    keys = inputs[1].shape[1 if ours.batch_first else 0]
+    model, torchs = attention(dtype, **OPTIONS[option])
+    inputs = inputs_for("all different" if "vdim" in option else kind, model, dtype)
+    keys = inputs[1].shape[1 if model.batch_first else 0]
     arguments = {"need_weights": weights[0], "average_attn_weights": weights[1]}
     if key_padding:
         arguments["key_padding_mask"] = padding(key_padding == "float", keys, dtype)
@@ -81,7 +81,7 @@ def test_every_option_with_every_mask_computes_what_torch_does(option, attn, kin
         mask_kind, dims = attn.split()
         mask = pairs(T, keys, mask_kind != "bool", B * H if dims == "3" else None, dtype)
         arguments["attn_mask"] = mask.requires_grad_(mask_kind == "learned")
-    check(ours, torchs, inputs, **arguments)
+    check(model, torchs, inputs, **arguments)
 
 
 # torch takes the hint in place of a mask that learns where no keys are padding, and gives it no gradient.
@@ -93,13 +93,13 @@ CAUSAL = [(None, "bool"), (None, "float"), *((x, y) for x in ("bool", "learned")
 )
 def test_is_causal_computes_what_torch_does(masks, need_weights, batch_first):
     key_padding, mask_kind = masks
-    ours, torchs = attention(batch_first=batch_first)
+    model, torchs = attention(batch_first=batch_first)
     arguments = {"attn_mask": AHEAD if mask_kind == "bool" else minus_infinity(AHEAD), "is_causal": True}
     arguments["attn_mask"].requires_grad_(mask_kind == "learned")
     if key_padding:
         mask = right([T, 2, 3], T)
         arguments["key_padding_mask"] = mask if key_padding == "bool" else minus_infinity(mask).requires_grad_()
-    check(ours, torchs, inputs_for("self", ours), need_weights=need_weights, **arguments)
+    check(model, torchs, inputs_for("self", model), need_weights=need_weights, **arguments)
 
 
 @pytest.mark.parametrize("options", [{}, {"add_zero_attn": True}, {"add_bias_kv": True}], ids=str)
@@ -107,11 +107,11 @@ def test_is_causal_computes_what_torch_does(masks, need_weights, batch_first):
 @pytest.mark.parametrize("stated", ["mask and hint", "hint alone"])
 def test_is_causal_leaves_the_extra_keys_open(options, need_weights, stated):
     """torch hides them with is_causal and need_weights=False alone, and wants a mask; ours agrees with all else."""
-    ours, torchs = attention(**options)
-    query, key, value = inputs_for("memory", ours)
+    model, torchs = attention(**options)
+    query, key, value = inputs_for("memory", model)
     ahead = torch.ones(T, S).triu(1).bool()
     mask = ahead if stated == "mask and hint" else None
-    out, weights = ours(query, key, value, attn_mask=mask, is_causal=True, need_weights=need_weights)
+    out, weights = model(query, key, value, attn_mask=mask, is_causal=True, need_weights=need_weights)
     expected, expected_weights = torchs(query, key, value, attn_mask=ahead, need_weights=True)
     assert_close(out, expected)
     if need_weights:
@@ -123,8 +123,8 @@ def test_is_causal_leaves_the_extra_keys_open(options, need_weights, stated):
     all_pairs(["none", "key_padding", "2", "3"], ["self", "all different"], [True, False], [True, False]),
 )
 def test_unbatched_input_computes_what_torch_does(masks, kind, batch_first, need_weights):
-    ours, torchs = attention(batch_first=batch_first, add_zero_attn=True)
-    inputs = inputs_for(kind, ours, batched=False)
+    model, torchs = attention(batch_first=batch_first, add_zero_attn=True)
+    inputs = inputs_for(kind, model, batched=False)
     keys = len(inputs[1])
     arguments = {
         "none": {},
@@ -133,41 +133,41 @@ def test_unbatched_input_computes_what_torch_does(masks, kind, batch_first, need
         "3": {"attn_mask": pairs(T, keys, True, H)},
     }[masks]
     for average in (True, False):
-        check(ours, torchs, inputs, need_weights=need_weights, average_attn_weights=average, **arguments)
+        check(model, torchs, inputs, need_weights=need_weights, average_attn_weights=average, **arguments)
 
 
 def test_dropout_is_of_the_weights_and_the_weights_returned_are_those_applied():
     torch.manual_seed(2)
-    ours = fastformer.MultiheadAttention(4, 1, dropout=0.5, bias=False, batch_first=True)
+    model = fastformer.MultiheadAttention(4, 1, dropout=0.5, bias=False, batch_first=True)
     with torch.no_grad():
-        ours.in_proj_weight[8:] = torch.eye(4)
-        ours.out_proj.weight.copy_(torch.eye(4))
+        model.in_proj_weight[8:] = torch.eye(4)
+        model.out_proj.weight.copy_(torch.eye(4))
     x, value = torch.randn(50, 4, 4), torch.eye(4).expand(50, 4, 4)
-    out, weights = ours(x, x, value)
+    out, weights = model(x, x, value)
     assert_close(out, weights)
-    kept = weights != 0
-    assert 0.35 < kept.double().mean() < 0.65
-    plain = ours.eval()(x, x, value)[1]
-    assert_close(weights[kept], 2 * plain[kept])
-    assert torch.equal(ours(x, x, value)[1], plain)
-    ours.train()
+    applied = weights != 0
+    assert 0.35 < applied.double().mean() < 0.65
+    plain = model.eval()(x, x, value)[1]
+    assert_close(weights[applied], 2 * plain[applied])
+    assert torch.equal(model(x, x, value)[1], plain)
+    model.train()
     for need_weights in (True, False):
         torch.manual_seed(5)
-        first = ours(x, x, value, need_weights=need_weights)[0]
+        first = model(x, x, value, need_weights=need_weights)[0]
         torch.manual_seed(5)
-        assert torch.equal(ours(x, x, value, need_weights=need_weights)[0], first)
-        assert not torch.equal(ours(x, x, value, need_weights=need_weights)[0], first)
+        assert torch.equal(model(x, x, value, need_weights=need_weights)[0], first)
+        assert not torch.equal(model(x, x, value, need_weights=need_weights)[0], first)
 
 
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
 def test_nested_tensors_are_attended_to_as_in_torch():
     torch.backends.mha.set_fastpath_enabled(True)
-    ours, theirs = (library.MultiheadAttention(16, 4, batch_first=True).eval() for library in (fastformer, nn))
-    ours.load_state_dict(theirs.state_dict())
+    model, torchs = (library.MultiheadAttention(16, 4, batch_first=True).eval() for library in (fastformer, nn))
+    model.load_state_dict(torchs.state_dict())
     x = torch.nested.nested_tensor([torch.randn(3, 16), torch.randn(5, 16)])
     with torch.no_grad():
-        found, expected = (module(x, x, x, need_weights=False)[0] for module in (ours, theirs))
-    assert all(map(torch.equal, found.unbind(), expected.unbind()))
-    for module in (ours, theirs):
+        actual, expected = (module(x, x, x, need_weights=False)[0] for module in (model, torchs))
+    assert all(map(torch.equal, actual.unbind(), expected.unbind()))
+    for module in (model, torchs):
         with pytest.raises(AssertionError, match="does not support NestedTensor"):
             module(torch.randn(2, 5, 16), x, x, need_weights=False)

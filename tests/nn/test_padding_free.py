@@ -45,9 +45,9 @@ MASKS = {
 def test_an_encoder_computes_torchs_numbers_on_real_tokens_alone(mask, padding, norm_first, tokens_seen):
     if mask.startswith("causal") and PADDING[padding][0][:, 0].any():
         padding = "right"  # torch gives NaN where the first real query may attend to nothing before it
-    ours, torchs = twins("TransformerEncoder", norm_first=norm_first, activation="gelu")
+    model, torchs = twins("TransformerEncoder", norm_first=norm_first, activation="gelu")
     hidden = PADDING[padding][0]
-    check(ours, torchs, (random(B, T, D),), hidden, src_key_padding_mask=hidden, **MASKS[mask]())
+    check(model, torchs, (random(B, T, D),), hidden, src_key_padding_mask=hidden, **MASKS[mask]())
     assert set(tokens_seen) == {int((~hidden).sum())}
 
 
@@ -63,23 +63,23 @@ def test_pre_norm_and_post_norm_layers_in_one_stack_compute_torchs_numbers(kind)
 @pytest.mark.parametrize("hidden", [left([5, 2, 3], T), PADDING["gaps"][0]], ids=["left", "gaps"])
 def test_causal_padding_on_the_left_is_each_sequence_alone(hidden):
     """torch gives NaN for the rows of padding there, which then reach all gradients."""
-    ours, torchs = twins("TransformerEncoder")
+    model, torchs = twins("TransformerEncoder")
     x = random(B, T, D)
-    out = ours(x, AHEAD, src_key_padding_mask=hidden)
+    out = model(x, AHEAD, src_key_padding_mask=hidden)
     expected = torch.zeros_like(x)
     for b in range(B):
         real = (~hidden[b]).nonzero().squeeze(1)
         expected = expected.index_put(
             (torch.tensor(b), real), torchs(x[b, real][None], AHEAD[: len(real), : len(real)])[0]
         )
-    assert_same(out, expected, [x, *ours.parameters()], [x, *torchs.parameters()])
+    assert_same(out, expected, [x, *model.parameters()], [x, *torchs.parameters()])
 
 
 @pytest.mark.parametrize(
     ("padding", "which", "batch_first"), all_pairs(PADDING, ["both", "target", "source"], [True, False])
 )
 def test_a_decoder_computes_torchs_numbers_on_real_tokens_alone(padding, which, batch_first, tokens_seen):
-    ours, torchs = twins("TransformerDecoder", batch_first=batch_first)
+    model, torchs = twins("TransformerDecoder", batch_first=batch_first)
     hidden, hidden_keys = PADDING[padding]
     arguments = {"tgt_mask": band(T, T), "memory_mask": torch.randn(T, S, dtype=torch.float64)}
     if not hidden[:, 0].any():
@@ -90,7 +90,7 @@ def test_a_decoder_computes_torchs_numbers_on_real_tokens_alone(padding, which, 
         arguments["memory_key_padding_mask"] = minus_infinity(hidden_keys)
     padded = hidden if which != "source" else torch.zeros(B, T).bool()
     inputs = inputs_for("TransformerDecoder", batch_first)
-    check(ours, torchs, inputs, padded if batch_first else padded.T, **arguments)
+    check(model, torchs, inputs, padded if batch_first else padded.T, **arguments)
     assert set(tokens_seen) == {int((~padded).sum())}
 
 
@@ -100,7 +100,7 @@ def test_a_decoder_computes_torchs_numbers_on_real_tokens_alone(padding, which, 
 )
 def test_a_transformer_computes_torchs_numbers_on_real_tokens_alone(memory, batch_first, norm_first, tokens_seen):
     """Where the decoder attends to padded sources, it gets what torch's encoder makes of them."""
-    ours, torchs = twins("Transformer", batch_first=batch_first, norm_first=norm_first)
+    model, torchs = twins("Transformer", batch_first=batch_first, norm_first=norm_first)
     hidden, hidden_source = PADDING["right"]
     masks = {"same": hidden_source, "equal": hidden_source.clone(), "other": right([2, 3, 3], S), "none": None}
     masks["additive"] = minus_infinity(hidden_source)
@@ -113,17 +113,17 @@ def test_a_transformer_computes_torchs_numbers_on_real_tokens_alone(memory, batc
         "memory_key_padding_mask": masks[memory],
     }
     inputs = inputs_for("Transformer", batch_first)
-    check(ours, torchs, inputs, hidden if batch_first else hidden.T, **arguments)
+    check(model, torchs, inputs, hidden if batch_first else hidden.T, **arguments)
     source = (~hidden_source).sum() if memory in ("same", "equal") else B * S
     assert set(tokens_seen) == {int(source), int((~hidden).sum())}
 
 
 def test_a_bias_of_ones_is_not_the_padding_mask_of_the_source():
     """torch.equal says that True equals 1.0."""
-    ours, torchs = twins("Transformer")
+    model, torchs = twins("Transformer")
     hidden = PADDING["right"][1]
     masks = {"src_key_padding_mask": hidden, "memory_key_padding_mask": hidden.double()}
-    check(ours, torchs, inputs_for("Transformer"), torch.zeros(B, T).bool(), **masks)
+    check(model, torchs, inputs_for("Transformer"), torch.zeros(B, T).bool(), **masks)
 
 
 def test_transformer_never_pads_in_between(monkeypatch):
@@ -131,66 +131,56 @@ def test_transformer_never_pads_in_between(monkeypatch):
     calls, gather, spread = [], RowMap.gather, RowMap.spread
     monkeypatch.setattr(RowMap, "gather", lambda self, x: (calls.append("gather"), gather(self, x))[1])
     monkeypatch.setattr(RowMap, "spread", lambda self, x: (calls.append("spread"), spread(self, x))[1])
-    ours, _ = twins("Transformer", activation="gelu")
+    model, _ = twins("Transformer", activation="gelu")
     hidden, hidden_source = PADDING["right"]
     # The ops of attention may pad the scores.
     monkeypatch.setattr(functional, "packed_attention", lambda q, k, v, *_, **__: q)
     padding = {"src_key_padding_mask": hidden_source, "memory_key_padding_mask": hidden_source}
-    ours(*inputs_for("Transformer"), tgt_mask=AHEAD, tgt_key_padding_mask=hidden, **padding)
+    model(*inputs_for("Transformer"), tgt_mask=AHEAD, tgt_key_padding_mask=hidden, **padding)
     assert calls == ["gather", "gather", "spread"]
 
 
-def test_unbatched_input_with_padding_is_torchs():
-    hidden = torch.tensor([False, True, False, False, True])
-    for batch_first in (True, False):
-        ours, torchs = twins("TransformerEncoder", batch_first=batch_first)
-        check(ours, torchs, (random(T, D),), hidden, src_key_padding_mask=hidden)
-        ours.layers[1].register_forward_hook(lambda *_: None)  # padded
-        check(ours, torchs, (random(T, D),), hidden, src_key_padding_mask=hidden)
-    ours, torchs = twins("TransformerDecoder", batch_first=False)
-    source = torch.tensor([False, False, True, True])
-    check(
-        ours, torchs, (random(T, D), random(S, D)), hidden,
-        tgt_mask=band(T, T), tgt_key_padding_mask=hidden, memory_key_padding_mask=source,
-    )  # fmt: skip
+@pytest.mark.parametrize("kind", STACKS)
+@pytest.mark.parametrize("hooked", [False, True])
+def test_unbatched_input_with_padding_is_torchs(kind, hooked):
+    model, torchs = twins(kind, batch_first=False)
+    if hooked:  # it then runs padded
+        model.layers[1].register_forward_hook(lambda *_: None)
+    hidden, source = torch.tensor([False, True, False, False, True]), torch.tensor([False, False, True, True])
+    masks = {"tgt_mask": band(T, T), "tgt_key_padding_mask": hidden, "memory_key_padding_mask": source}
+    masks = {"src_key_padding_mask": hidden} if "Encoder" in kind else masks
+    check(model, torchs, inputs_for(kind, batched=False), hidden, **masks)
 
 
-@pytest.mark.parametrize("kind", ["TransformerEncoder", "TransformerDecoder", "Transformer"])
+@pytest.mark.parametrize("kind", STACKS)
 def test_a_sequence_of_padding_alone_gives_zeros_and_changes_no_other_sequence(kind):
-    ours, _ = twins(kind)
-    hidden, hidden_source = right([5, 0, 3], T), right([4, 0, 2], S)
-    x, memory = random(B, T, D), random(B, S, D)
-    rows = torch.tensor([0, 2])
-
-    def run(rows: Tensor | slice) -> Tensor:
-        if kind == "TransformerEncoder":
-            return ours(x[rows], src_key_padding_mask=hidden[rows])
-        masks = {"tgt_key_padding_mask": hidden[rows], "memory_key_padding_mask": hidden_source[rows]}
-        if kind == "TransformerDecoder":
-            return ours(x[rows], memory[rows], AHEAD, **masks)
-        masks["src_key_padding_mask"] = masks["memory_key_padding_mask"]
-        return ours(memory[rows], x[rows], tgt_mask=AHEAD, **masks)
-
-    out = run(slice(None))
+    model, _ = twins(kind)
+    inputs, hidden, hidden_source = inputs_for(kind), right([5, 0, 3], T), right([4, 0, 2], S)
+    masks = {"tgt_mask": AHEAD, "tgt_key_padding_mask": hidden, "memory_key_padding_mask": hidden_source}
+    masks = {"src_key_padding_mask": hidden} if "Encoder" in kind else masks
+    others = [0, 2]
+    out = model(*inputs, **masks)
     assert not out[1].any()
-    assert_same(out[rows], run(rows), [x, memory, *ours.parameters()])
+    masks_of_others = {name: mask if name == "tgt_mask" else mask[others] for name, mask in masks.items()}
+    expected = model(*(x[others] for x in inputs), **masks_of_others)
+    assert_same(out[others], expected, [*inputs, *model.parameters()])
 
 
 @pytest.mark.parametrize("batch_first", [True, False])
 @pytest.mark.parametrize("hooked", [False, True])
 def test_padding_of_minus_infinity_comes_out_as_zeros(hooked, batch_first):
-    ours, torchs = twins("TransformerEncoder", batch_first=batch_first)
+    model, torchs = twins("TransformerEncoder", batch_first=batch_first)
     if hooked:
-        ours.layers[1].linear1.register_forward_hook(lambda *_: None)
+        model.layers[1].linear1.register_forward_hook(lambda *_: None)
     hidden = PADDING["left"][0]
     x, padding = (random(B, T, D), hidden) if batch_first else (random(T, B, D), hidden.T)
-    check(ours, torchs, (x,), padding, src_key_padding_mask=minus_infinity(hidden))
+    check(model, torchs, (x,), padding, src_key_padding_mask=minus_infinity(hidden))
 
 
 def test_masks_that_learn_get_their_gradients():
     """A bias that is still 0 and hides the future is not taken for the causal mask, nor one of keys for no padding."""
-    ours, torchs = twins("TransformerEncoder", norm_first=True)
-    ours.norm = torchs.norm = None
+    model, torchs = twins("TransformerEncoder", norm_first=True)
+    model.norm = torchs.norm = None
     x, hidden = random(B, T, D), PADDING["right"][0]
     bias, of_keys = (torch.zeros(*shape, dtype=torch.float64, requires_grad=True) for shape in ((T, T), (B, T)))
 
@@ -198,68 +188,52 @@ def test_masks_that_learn_get_their_gradients():
         one = stack(x, bias.masked_fill(AHEAD, -math.inf), src_key_padding_mask=hidden)[~hidden]
         return [*gradients(one, [bias]), *gradients(stack(x, src_key_padding_mask=of_keys), [of_keys])]
 
-    found = learned(ours)
-    assert all(x.any() for x in found)
-    assert_close(found, learned(torchs))
+    actual = learned(model)
+    assert all(x.any() for x in actual)
+    assert_close(actual, learned(torchs))
 
 
 def test_an_additive_padding_mask_that_hides_nothing_is_added(tokens_seen):
-    ours, torchs = twins("TransformerEncoder")
+    model, torchs = twins("TransformerEncoder")
     bias = -torch.rand(B, T, dtype=torch.float64)
-    check(ours, torchs, (random(B, T, D),), torch.zeros(B, T).bool(), src_key_padding_mask=bias)
+    check(model, torchs, (random(B, T, D),), torch.zeros(B, T).bool(), src_key_padding_mask=bias)
     assert set(tokens_seen) == {B * T}
 
 
-@pytest.mark.parametrize("kind", STACKS)
-def test_inference_is_training_without_dropout(kind, tokens_seen):
-    ours, _ = twins(kind, dropout=0.3)
-    hidden, hidden_keys = PADDING["left"]
-    x = inputs_for(kind)
-    names = ("src_key_padding_mask",) if "Encoder" in kind else ("tgt_key_padding_mask", "memory_key_padding_mask")
-    masks = dict(zip(names, (hidden, hidden_keys), strict=False))
-    dropped = ours(*x, **masks)
-    expected = ours.eval()(*x, **masks)
-    assert not torch.allclose(dropped, expected)
-    for mode in (torch.no_grad, torch.inference_mode):
-        with mode():
-            assert_close(ours(*x, **masks), expected.detach())
-    assert set(tokens_seen) == {int((~hidden).sum())}
-
-
 def test_nested_tensors_go_in_and_come_out():
-    ours, _ = twins("Transformer", batch_first=False)  # which means nothing to a nested tensor
+    model, _ = twins("Transformer", batch_first=False)  # which means nothing to a nested tensor
     layout, source = Layout.from_lengths([5, 2, 3]), Layout.from_lengths([1, 4, 2])
     x, memory = random(layout.total, D), random(source.total, D)
-    out = ours(to_nested(memory, source), to_nested(x, layout), tgt_is_causal=True)
+    out = model(to_nested(memory, source), to_nested(x, layout), tgt_is_causal=True)
     assert out.is_nested
     assert out.layout == torch.jagged
     tokens, again = from_nested(out)
     assert again.lengths.tolist() == [5, 2, 3]
-    expected = ours.decoder.packed(x, layout, ours.encoder.packed(memory, source), source)
-    assert_same(tokens, expected, [x, memory, *ours.parameters()])
-    tokens, _ = from_nested(ours.encoder(to_nested(memory, source), is_causal=True))
-    assert_close(tokens, ours.encoder.packed(memory, source, causal=True))
-    tokens, _ = from_nested(ours.decoder(to_nested(x, layout), to_nested(memory, source)))
-    assert_close(tokens, ours.decoder.packed(x, layout, memory, source, causal=False))
+    expected = model.decoder.packed(x, layout, model.encoder.packed(memory, source), source)
+    assert_same(tokens, expected, [x, memory, *model.parameters()])
+    tokens, _ = from_nested(model.encoder(to_nested(memory, source), is_causal=True))
+    assert_close(tokens, model.encoder.packed(memory, source, causal=True))
+    tokens, _ = from_nested(model.decoder(to_nested(x, layout), to_nested(memory, source)))
+    assert_close(tokens, model.decoder.packed(x, layout, memory, source, causal=False))
 
 
 def test_layers_that_are_computed_again_in_backward_change_no_bit():
-    ours, _ = twins("TransformerEncoder", dtype=torch.float32, dropout=0.25)
+    model, _ = twins("TransformerEncoder", dtype=torch.float32, dropout=0.25)
     x, masks, outs = random(B, T, D, dtype=torch.float32), {"src_key_padding_mask": PADDING["right"][0]}, []
-    for ours.checkpoint_activations in (False, True):
+    for model.checkpoint_activations in (False, True):
         torch.manual_seed(3)
-        outs.append(ours(x, **masks))
-    assert_same(*outs, [x, *ours.parameters()], roundings=0)
+        outs.append(model(x, **masks))
+    assert_same(*outs, [x, *model.parameters()], roundings=0)
 
 
 @pytest.mark.filterwarnings("ignore:There is a performance drop")
 def test_gradients_by_vmap_are_those_of_each_sequence():
-    ours, _ = twins("TransformerEncoder")
-    parameters = {name: p.detach() for name, p in ours.named_parameters()}
+    model, _ = twins("TransformerEncoder")
+    parameters = {name: p.detach() for name, p in model.named_parameters()}
     x, hidden = random(B, T, D, grad=False), PADDING["gaps"][0]
 
     def loss(parameters: dict[str, Tensor], x: Tensor, hidden: Tensor) -> Tensor:
-        out = torch.func.functional_call(ours, parameters, (x[None],), {"src_key_padding_mask": hidden[None]})
+        out = torch.func.functional_call(model, parameters, (x[None],), {"src_key_padding_mask": hidden[None]})
         return out.pow(3).sum()
 
     together = torch.func.vmap(torch.func.grad(loss), in_dims=(None, 0, 0))(parameters, x, hidden)

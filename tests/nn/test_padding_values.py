@@ -51,7 +51,7 @@ def agree(results: list[list[Tensor]]) -> None:
     """Those of finite padding are finite, and the others are the same bit by bit."""
     for clean, *dirty in zip(*results, strict=True):
         assert clean.isfinite().all()
-        assert all(torch.equal(clean, found) for found in dirty)
+        assert all(torch.equal(clean, actual) for actual in dirty)
 
 
 # The interpreter is slow, and gets matrix products of bf16 wrong.
@@ -77,11 +77,11 @@ def name_of(value: Any) -> str:
 def test_attention_reads_no_padding(
     fillings: tuple[float, ...], dtype: torch.dtype, op: Callable[..., Any], case: str
 ) -> None:
-    given, real = CASES[case]
-    given = {name: x.to(DEVICE) if isinstance(x, Tensor) else x for name, x in given.items()}
+    arguments, real = CASES[case]
+    arguments = {name: x.to(DEVICE) if isinstance(x, Tensor) else x for name, x in arguments.items()}
     if case == "additive mask":
-        given["mask"] = given["mask"].requires_grad_()
-    within = torch.arange(T) < QUERIES[:, None] if "query_lengths" in given else torch.ones(B, T, dtype=torch.bool)
+        arguments["mask"] = arguments["mask"].requires_grad_()
+    within = torch.arange(T) < QUERIES[:, None] if "query_lengths" in arguments else torch.ones(B, T, dtype=torch.bool)
     plain = [torch.randn(B, H, n, K) for n in (T, S, S)]
     results = []
     for filling in fillings:
@@ -91,25 +91,25 @@ def test_attention_reads_no_padding(
             for x, gone in zip(plain, hidden, strict=True)
         )
         torch.manual_seed(1)
-        out = op(q, k, v, **given)
+        out = op(q, k, v, **arguments)
         out = list(out) if isinstance(out, tuple) else [out]
-        mask = [given["mask"]] if case == "additive mask" else []
+        mask = [arguments["mask"]] if case == "additive mask" else []
         results.append([*out, *gradients(out, [q, k, v, *mask])])
     agree(results)
 
 
 @pytest.mark.parametrize("queries", [1, 4])
-@pytest.mark.parametrize("given", [{"key_lengths": KEYS}, {"key_mask": HOLES}], ids=["lengths", "mask"])
+@pytest.mark.parametrize("arguments", [{"key_lengths": KEYS}, {"key_mask": HOLES}], ids=["lengths", "mask"])
 def test_padding_changes_no_bit_of_a_step_of_decoding(
-    given: dict[str, Tensor], queries: int, fillings: tuple[float, ...]
+    arguments: dict[str, Tensor], queries: int, fillings: tuple[float, ...]
 ) -> None:
     """Without a gradient, few queries on many keys: a kernel of its own."""
-    real = WITHIN if "key_lengths" in given else HOLES
+    real = WITHIN if "key_lengths" in arguments else HOLES
     q, k, v = (torch.randn(B, H, n, K) for n in (queries, S, S))
     results = []
     for filling in fillings:
         keys, values = (x.masked_fill(~real[:, None, :, None], filling).to(DEVICE) for x in (k, v))
-        results.append([attention(q.to(DEVICE), keys, values, **{name: x.to(DEVICE) for name, x in given.items()})])
+        results.append([attention(q.to(DEVICE), keys, values, **{name: x.to(DEVICE) for name, x in arguments.items()})])
     agree(results)
 
 
@@ -121,10 +121,10 @@ def test_padding_changes_no_bit_of_cross_attention(fillings: tuple[float, ...]) 
     for need_weights in (False, True)[: len(fillings) - 1]:
         results = []
         for filling in fillings:
-            given = memory.masked_fill(~HOLES[..., None], filling).to(DEVICE).requires_grad_()
-            out = module(query, given, given, key_padding_mask=~HOLES.to(DEVICE), need_weights=need_weights)
+            arguments = memory.masked_fill(~HOLES[..., None], filling).to(DEVICE).requires_grad_()
+            out = module(query, arguments, arguments, key_padding_mask=~HOLES.to(DEVICE), need_weights=need_weights)
             out = [x for x in out if x is not None]
-            dq, dmemory = gradients(out, [query, given])
+            dq, dmemory = gradients(out, [query, arguments])
             results.append([*out, dq, dmemory])
         agree(results)
 
@@ -151,22 +151,22 @@ def test_padding_changes_no_bit_of_a_stack_that_runs_padded(way: str, kind: str,
     name = kind.capitalize()
     layer = getattr(fastformer, f"Transformer{name}Layer")(K, 2, 24, batch_first=True, dropout=0.0)
     stack = getattr(fastformer, f"Transformer{name}")(layer, 2)
-    change, given = PADDED[way]
+    change, arguments = PADDED[way]
     change(stack)
     padding = torch.zeros(B, S).masked_fill(~HOLES, -math.inf) if additive else ~HOLES
     plain = torch.randn(2, B, S, K)
     if kind == "encoder":
-        given = {**given, "src_key_padding_mask": padding}
+        arguments = {**arguments, "src_key_padding_mask": padding}
     else:
-        given = {**given, "tgt_key_padding_mask": padding, "memory_key_padding_mask": padding}
+        arguments = {**arguments, "tgt_key_padding_mask": padding, "memory_key_padding_mask": padding}
     results = []
     for filling in (0.0, math.nan, math.inf):
         inputs = [x.masked_fill(~HOLES[..., None], filling).requires_grad_() for x in plain[: 1 + (kind == "decoder")]]
-        out = stack(*inputs, **given)
+        out = stack(*inputs, **arguments)
         out = list(out) if isinstance(out, tuple) else [out]
-        found = gradients(out, [*inputs, *stack.parameters()])
+        actual = gradients(out, [*inputs, *stack.parameters()])
         # The weights of padded queries are a part of the output: these queries have a gradient.
-        results.append([*out, *(x[HOLES] for x in found[: len(inputs)]), *found[len(inputs) :]])
+        results.append([*out, *(x[HOLES] for x in actual[: len(inputs)]), *actual[len(inputs) :]])
     agree(results)
 
 
@@ -177,7 +177,7 @@ def test_padding_of_a_memory_changes_no_bit_of_cached_steps(fillings: tuple[floa
     memory, tokens = torch.randn(B, S, K), torch.randn(B, 3, K, device=DEVICE)
     results = []
     for filling in fillings:
-        given = memory.masked_fill(~HOLES[..., None], filling).to(DEVICE)
-        cache = stack.new_cache(given, ~HOLES.to(DEVICE))
+        arguments = memory.masked_fill(~HOLES[..., None], filling).to(DEVICE)
+        cache = stack.new_cache(arguments, ~HOLES.to(DEVICE))
         results.append([stack.step(x, cache) for x in tokens.split([2, 1], 1)])
     agree(results)

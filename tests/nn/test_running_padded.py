@@ -1,12 +1,11 @@
-"""What has a stack run padded: a switch, and parts that may look at a whole batch; they get torch's arguments.
+"""Switches and modules that may mix tokens have a stack run padded, with torch's arguments.
 
-To compare these, hooks, subclasses and replaced attentions multiply what they return with a number made of the
+To compare the arguments, hooks, subclasses and replaced attentions multiply what they return with a number made of the
 arguments: names, types, dtypes and values of masks and hints (of activations the shape). An argument that differs, or a
 call too few or too many, changes the output.
 """
 
 import copy
-import pickle
 import zlib
 from collections.abc import Callable
 from typing import Any
@@ -51,8 +50,8 @@ def arguments(kind: str, mask: str, padding: str) -> dict[str, Any]:
     make, stated = MASKS[mask]
     hide = PADDING[padding]
     own, hidden = (
-        {n: None if form is None else form(x) for n, x in given.items()}
-        for form, given in ((make, {T: T, S: S}), (hide, {T: right([T, 3, 2], T), S: right([S, 3, 2], S)}))
+        {n: None if form is None else form(x) for n, x in masks.items()}
+        for form, masks in ((make, {T: T, S: S}), (hide, {T: right([T, 3, 2], T), S: right([S, 3, 2], S)}))
     )
     if kind == "TransformerEncoder":
         return {"mask": own[T], "src_key_padding_mask": hidden[T], "is_causal": stated}
@@ -78,17 +77,17 @@ def scale(module: nn.Module, args: Any, kwargs: Any, out: Any) -> Any:
 
 
 def converted(torchs: nn.Module) -> nn.Module:
-    ours = copy.deepcopy(torchs)
-    assert fastformer.convert(ours).changed
-    return ours
+    model = copy.deepcopy(torchs)
+    assert fastformer.convert(model).changed
+    return model
 
 
-def check(kind: str, torchs: nn.Module, ours: nn.Module, forms: list[tuple[str, str]] = FORMS) -> None:
+def check(kind: str, torchs: nn.Module, model: nn.Module, forms: list[tuple[str, str]] = FORMS) -> None:
     """Compare outputs at real tokens."""
     for form in forms:
-        inputs, given = inputs_for(kind), arguments(kind, *form)
+        inputs, masks = inputs_for(kind), arguments(kind, *form)
         real = ~right([T, 3, 2], T) if form[1] != "no padding" else slice(None)
-        assert_close(ours(*inputs, **given)[real], torchs(*inputs, **given)[real])
+        assert_close(model(*inputs, **masks)[real], torchs(*inputs, **masks)[real])
 
 
 def places(kind: str) -> list[str]:
@@ -107,22 +106,22 @@ HOOKED = [
 def test_a_hook_gets_torchs_arguments(number):
     kind, place, norm_first = HOOKED[number]
     torchs = build(nn, kind, norm_first=norm_first)
-    ours = converted(torchs)
-    for model in (torchs, ours):
-        model.get_submodule(place).register_forward_hook(scale, with_kwargs=True)
+    model = converted(torchs)
+    for each in (torchs, model):
+        each.get_submodule(place).register_forward_hook(scale, with_kwargs=True)
     attends = place.endswith(("attn", *"0123456789")) or "." not in place
-    check(kind, torchs, ours, FORMS[number % 3 :: 3] if attends else FORMS[1:2])
+    check(kind, torchs, model, FORMS[number % 3 :: 3] if attends else FORMS[1:2])
 
 
 @pytest.mark.parametrize("norm_first", [False, True], ids=["post-norm", "pre-norm"])
 @pytest.mark.parametrize("kind", KINDS)
 def test_hooks_of_all_modules_get_torchs_arguments(kind, norm_first):
     torchs = build(nn, kind, norm_first=norm_first, activation=nn.GELU())
-    ours, calls = converted(torchs), []
+    model, calls = converted(torchs), []
     # Without keyword arguments: torch's handle does not undo the registration of a global hook that gets them.
     handle = register_module_forward_hook(lambda module, args, out: calls.append(module) or scaled(out, *args))
     try:
-        check(kind, torchs, ours, FORMS[::4])
+        check(kind, torchs, model, FORMS[::4])
     finally:
         handle.remove()
     assert len(calls) >= 10 * 2 * len(FORMS[::4])
@@ -139,7 +138,7 @@ class OwnBlocks:
 @pytest.mark.parametrize("kind", KINDS[:2])
 @pytest.mark.parametrize("way", ["converted", "built"])
 def test_a_subclass_of_a_layer_gets_torchs_arguments(kind, way):
-    torchs, ours = (
+    torchs, model = (
         getattr(library, kind)(
             type("Own", (OwnBlocks, getattr(library, f"{kind}Layer")), {})(
                 D, H, dim_feedforward=FF, dropout=0.0, batch_first=True, dtype=torch.float64
@@ -148,8 +147,8 @@ def test_a_subclass_of_a_layer_gets_torchs_arguments(kind, way):
         )
         for library in (nn, fastformer)
     )
-    ours.load_state_dict(torchs.state_dict())
-    check(kind, torchs, converted(torchs) if way == "converted" else ours)
+    model.load_state_dict(torchs.state_dict())
+    check(kind, torchs, converted(torchs) if way == "converted" else model)
 
 
 class Attention(nn.Module):
@@ -173,37 +172,34 @@ def test_a_replaced_attention_gets_torchs_arguments(kind, at):
 def test_layers_that_differ_in_the_order_of_dimensions():
     torchs = build(nn, KINDS[0])
     torchs.layers[1].self_attn.batch_first = False
-    ours, x = converted(torchs), random(T, T, D)
+    stack, x = converted(torchs), random(T, T, D)
     hidden = ahead(T) & ahead(T).any(-1, keepdim=True)
-    assert_close(ours(x, src_key_padding_mask=hidden), torchs(x, src_key_padding_mask=hidden))
-    assert ours.obstacle() == "the layers differ in batch_first"
+    assert_close(stack(x, src_key_padding_mask=hidden), torchs(x, src_key_padding_mask=hidden))
+    assert stack.obstacle() == "the layers differ in batch_first"
 
 
 @pytest.mark.parametrize("kind", STACKS)
 def test_padding_free_can_be_set_for_a_call_a_stack_and_all_stacks(kind, monkeypatch, tokens_seen):
-    ours, torchs = twins(kind)
-    x = inputs_for(kind)
+    stack, torchs = twins(kind)
+    inputs = inputs_for(kind)
     mask = {"src_key_padding_mask" if "Encoder" in kind else "tgt_key_padding_mask": HIDDEN["right"][0]}
-    expected = torchs(*x, **mask)
 
-    def full(**arguments: object) -> bool:
+    def runs_padded(**arguments: object) -> bool:
         tokens_seen.clear()
-        out = ours(*x, **mask, **arguments)
-        if tokens_seen[0] == B * T:
-            assert_close(out, expected)
+        stack(*inputs, **mask, **arguments)
         return tokens_seen[0] == B * T
 
-    assert not full()
-    assert full(padding_free=False)
-    ours.padding_free = False
-    assert full()
-    assert not full(padding_free=True)
-    assert full(padding_free=None)
-    del ours.padding_free
-    monkeypatch.setattr(type(ours), "padding_free", False)
-    assert full()
-    for other in (copy.deepcopy(ours), pickle.loads(pickle.dumps(ours))):
-        assert list(other.state_dict()) == list(torchs.state_dict())
+    assert not runs_padded()
+    assert runs_padded(padding_free=False)
+    assert_close(stack(*inputs, **mask, padding_free=False), torchs(*inputs, **mask))
+    stack.padding_free = False
+    assert runs_padded()
+    assert not runs_padded(padding_free=True)
+    assert runs_padded(padding_free=None)
+    del stack.padding_free
+    monkeypatch.setattr(type(stack), "padding_free", False)
+    assert runs_padded()
+    assert list(copy.deepcopy(stack).state_dict()) == list(torchs.state_dict())
 
 
 class OfBatch(nn.LayerNorm):
@@ -232,13 +228,13 @@ CHANGES = {
 
 @pytest.mark.parametrize("reason", CHANGES)
 def test_a_module_that_may_mix_tokens_gets_the_padded_batch(reason, tokens_seen):
-    ours, torchs = twins("TransformerEncoder", norm_first=True)
-    assert ours.obstacle() is None
-    CHANGES[reason](ours.layers[1])
-    assert ours.obstacle() == reason
-    torchs.layers[1] = copy.deepcopy(ours.layers[1])
+    model, torchs = twins("TransformerEncoder", norm_first=True)
+    assert model.obstacle() is None
+    CHANGES[reason](model.layers[1])
+    assert model.obstacle() == reason
+    torchs.layers[1] = copy.deepcopy(model.layers[1])
     hidden = HIDDEN["right"][0]
-    compare(ours, torchs, (random(B, T, D),), hidden, src_key_padding_mask=hidden)
+    compare(model, torchs, (random(B, T, D),), hidden, src_key_padding_mask=hidden)
     assert set(tokens_seen) == {B * T}
 
 
@@ -261,64 +257,55 @@ def test_a_foreign_layer_or_norm_gets_the_padded_batch():
 
 
 def test_a_mask_that_changes_before_backward_where_hooks_keep_the_padding():
-    found, x = [], random(B, T, D)
+    actual, x = [], random(B, T, D)
     for stack in twins("TransformerEncoder"):
         hidden = HIDDEN["right"][0].clone()
         stack.layers[0].register_forward_hook(lambda *_: None)
         out = stack(x, src_key_padding_mask=hidden)
         hidden.zero_()
-        found.append(gradients(out.masked_fill(HIDDEN["right"][0][..., None], 0.0), [x, *stack.parameters()]))
-    assert_close(*found)
+        actual.append(gradients(out.masked_fill(HIDDEN["right"][0][..., None], 0.0), [x, *stack.parameters()]))
+    assert_close(*actual)
 
 
-def test_custom_stacks_are_called_as_torch_calls_them():
-    """Without arguments of ours, and with layers whose batch is another dimension."""
+class OwnEncoder(fastformer.TransformerEncoder):
+    def forward(self, src, mask=None, src_key_padding_mask=None, is_causal=None):
+        return super().forward(src, mask, src_key_padding_mask, is_causal) + 1
 
-    class Own(fastformer.TransformerEncoder):
-        def forward(self, src, mask=None, src_key_padding_mask=None, is_causal=None):
-            return super().forward(src, mask, src_key_padding_mask, is_causal) + 1
 
-    hidden, hidden_source = HIDDEN["right"]
-    x, memory = random(B, T, D), random(B, S, D)
-    ours, torchs = twins("Transformer")
-    own, transposed = (
-        kind(fastformer.TransformerEncoderLayer(D, H, FF, 0.0, batch_first=first, dtype=torch.float64), 1)
-        for kind, first in ((Own, True), (fastformer.TransformerEncoder, False))
-    )
-    assert fastformer.Transformer(D, H, custom_encoder=own).encoder is own
-    ours.encoder = own
-    masks = {"src_key_padding_mask": hidden_source, "tgt_key_padding_mask": hidden}
-    expected = torchs.decoder(x, own(memory, None, hidden_source), tgt_key_padding_mask=hidden)
-    assert_close(ours(memory, x, **masks), expected.masked_fill(hidden[..., None], 0.0))
-    ours.encoder, torchs.encoder = transposed, copy.deepcopy(transposed)
-    square, hidden = random(B, B, D), right([1, 3, 2], B)
+@pytest.mark.parametrize(("cls", "batch_first"), [(OwnEncoder, True), (fastformer.TransformerEncoder, False)])
+def test_custom_stacks_are_called_as_torch_calls_them(cls, batch_first):
+    """Without arguments of fastformer, and with layers whose batch is another dimension."""
+    layer = fastformer.TransformerEncoderLayer(D, H, FF, 0.0, batch_first=batch_first, dtype=torch.float64)
+    encoder = cls(layer, 1)
+    assert fastformer.Transformer(D, H, custom_encoder=encoder).encoder is encoder
+    model, torchs = twins("Transformer")
+    model.encoder, torchs.encoder = encoder, copy.deepcopy(encoder)
+    hidden = right([1, 3, 2], B)
     masks = {"src_key_padding_mask": hidden, "tgt_key_padding_mask": hidden, "memory_key_padding_mask": hidden}
-    compare(ours, torchs, (square, random(B, B, D)), hidden, **masks)
+    compare(model, torchs, (random(B, B, D), random(B, B, D)), hidden, **masks)
 
 
 @pytest.mark.parametrize(
     ("where", "kind", "batch_first"), all_pairs(["stack", "layer", "attention"], STACKS, [True, False])
 )
 def test_hooks_see_padded_batches_when_packed_is_called(where, kind, batch_first):
-    ours, _ = twins(kind, batch_first=batch_first)
-    part = {"stack": ours, "layer": ours.layers[1], "attention": ours.layers[1].self_attn}[where]
+    stack, _ = twins(kind, batch_first=batch_first)
+    module = {"stack": stack, "layer": stack.layers[1], "attention": stack.layers[1].self_attn}[where]
     layout = Layout.from_lengths([3, 5, 0])
     x = [random(8, D), layout] if kind == "TransformerEncoder" else [random(8, D), layout, random(8, D), layout]
-    plain = ours.packed(*x, causal=True)
-    seen = []
+    plain, shapes = stack.packed(*x, causal=True), []
 
-    def loud(module, given, kwargs, out):
-        seen.append([kwargs.get("query", given[0] if given else None).shape, sorted(kwargs)])
+    def double(module, args, kwargs, out):
+        shapes.append(kwargs.get("query", args[0] if args else None).shape)
         return (out[0] * 2.0, out[1]) if isinstance(out, tuple) else out * 2.0
 
-    handle = part.register_forward_hook(loud, with_kwargs=True)
-    out = ours.packed(*x, causal=True)
-    assert seen[0][0] == ((3, 5, D) if batch_first else (5, 3, D))
-    assert len(seen) == 1
+    handle = module.register_forward_hook(double, with_kwargs=True)
+    out = stack.packed(*x, causal=True)
+    assert shapes == [(3, 5, D) if batch_first else (5, 3, D)]
     assert not torch.allclose(out, plain)
     if where == "stack":
         assert_close(out, plain * 2.0)
     with pytest.raises(ValueError, match="causal must be False with attn_mask"):
-        ours.packed(*x, True, torch.zeros(5, 5))
+        stack.packed(*x, True, torch.zeros(5, 5))
     handle.remove()
-    assert_close(ours.packed(*x, causal=True), plain)
+    assert_close(stack.packed(*x, causal=True), plain)

@@ -83,9 +83,9 @@ B, H, T, K = 2, 2, 12, 8
 
 @pytest.mark.parametrize("make", [torch.tensor, np.array], ids=["tensor", "array"])
 def test_a_layout_copies_its_lengths(make):
-    given = make([5, 2, 4])
-    layout = Layout.from_lengths(given)
-    given[0] = 1
+    arguments = make([5, 2, 4])
+    layout = Layout.from_lengths(arguments)
+    arguments[0] = 1
     assert layout.lengths.tolist() == [5, 2, 4]
 
 
@@ -97,14 +97,14 @@ def drawn(*shapes: tuple[int, ...]) -> list[Tensor]:
 @pytest.mark.parametrize("changed", ["key_mask", "target"])
 def test_second_derivatives_of_the_kernels_notice_a_change(triton_backend, changed):
     if changed == "target":
-        inputs, given = drawn((4, 8), (16, 8)), {"target": torch.tensor([1, 2, 3, 4])}
-        out = functional.linear_cross_entropy(*inputs, **given)
+        inputs, arguments = drawn((4, 8), (16, 8)), {"target": torch.tensor([1, 2, 3, 4])}
+        out = functional.linear_cross_entropy(*inputs, **arguments)
     else:
         inputs, lengths = drawn(*[(B, H, T, K)] * 3), {"key_lengths": [T, T - 3], "query_lengths": [T, T - 1]}
-        given = {name: torch.tensor(x) for name, x in lengths.items()}
-        given |= {"mask": torch.randn(T, T), "key_mask": torch.rand(B, T) < 0.9}
-        out = functional.attention(*inputs, **given)
-    given[changed].zero_()
+        arguments = {name: torch.tensor(x) for name, x in lengths.items()}
+        arguments |= {"mask": torch.randn(T, T), "key_mask": torch.rand(B, T) < 0.9}
+        out = functional.attention(*inputs, **arguments)
+    arguments[changed].zero_()
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         torch.autograd.grad(out.sum(), inputs[0], create_graph=True)
 
@@ -142,8 +142,8 @@ def test_calls_keep_no_tensors():
     def held() -> tuple[int, int]:
         for _ in range(3):  # tuples in tuples stop being tracked one after another
             gc.collect()
-        found = gc.get_objects()
-        return sum(isinstance(each, Tensor) for each in found), len(found)
+        results = gc.get_objects()
+        return sum(isinstance(each, Tensor) for each in results), len(results)
 
     for length in range(2, 32):
         call(length)

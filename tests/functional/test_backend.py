@@ -110,8 +110,8 @@ CALLS = {
 
 @pytest.mark.parametrize("target", NVIDIA)
 def test_auto_leaves_plain_calls_to_sdpa(target, run):
-    found = {name: run(target, lambda name=name: attend(**CALLS[name][0])) for name in CALLS}
-    assert found == {name: expected for name, (_, expected) in CALLS.items()}
+    taken_by = {name: run(target, lambda name=name: attend(**CALLS[name][0])) for name in CALLS}
+    assert taken_by == {name: expected for name, (_, expected) in CALLS.items()}
 
 
 @pytest.mark.parametrize("target", ["sm_75", "gfx942", "gfx1201"])

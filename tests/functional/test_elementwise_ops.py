@@ -25,8 +25,8 @@ CONVENTIONS = pytest.mark.parametrize("interleaved", [False, True], ids=["half",
 def test_the_rate_of_dropout_is_binomial_and_the_scale_unbiased(p, dtype):
     n = 200_003  # no multiple of the four decisions in one random number
     out = dropout(torch.ones(n, dtype=dtype), p)
-    kept = int((out != 0).sum())
-    assert abs(kept - n * (1 - p)) < 5 * math.sqrt(n * p * (1 - p))
+    count = int((out != 0).sum())
+    assert abs(count - n * (1 - p)) < 5 * math.sqrt(n * p * (1 - p))
     assert out.unique().numel() == 2
     # p is quantised to 2^-16.
     assert out.max().item() == pytest.approx(1 / (1 - p), rel=max(2**-16 / (1 - p), torch.finfo(dtype).eps))
@@ -75,8 +75,8 @@ def test_dropout_of_an_embedding_is_of_the_sum():
     ids = torch.zeros(300, dtype=torch.int64)
     weight, table = torch.ones(1, 64), torch.ones(1, 64)
     out = embedding(ids, weight, table, ids, scale=2.0, dropout_p=0.25)
-    kept = int((out != 0).sum())
-    assert abs(kept - out.numel() * 0.75) < 5 * math.sqrt(out.numel() * 0.25 * 0.75)
+    count = int((out != 0).sum())
+    assert abs(count - out.numel() * 0.75) < 5 * math.sqrt(out.numel() * 0.25 * 0.75)
     assert out.unique().tolist() == [0, 4]
     assert not embedding(ids, weight, dropout_p=1.0).any()
 
@@ -162,11 +162,11 @@ def test_rotary_takes_heads_of_a_joint_projection(interleaved):
         projection[..., ::2],
     ]
     for view in views:
-        found = rotary(view, positions, cos, sin, interleaved=interleaved)
+        actual = rotary(view, positions, cos, sin, interleaved=interleaved)
         expected = rotary(view.contiguous(), positions, cos, sin, interleaved=interleaved)
-        assert torch.equal(found.nan_to_num(7.0), expected.nan_to_num(7.0))
-        assert found.is_contiguous()
-        assert torch.equal(found[..., 4:].nan_to_num(7.0), view[..., 4:].nan_to_num(7.0))
+        assert torch.equal(actual.nan_to_num(7.0), expected.nan_to_num(7.0))
+        assert actual.is_contiguous()
+        assert torch.equal(actual[..., 4:].nan_to_num(7.0), view[..., 4:].nan_to_num(7.0))
 
 
 def test_each_text_has_its_own_positions_under_vmap():

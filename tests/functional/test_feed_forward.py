@@ -74,22 +74,22 @@ def test_recompute_changes_no_number(activation):
 
 def test_recompute_keeps_nothing_of_the_hidden_width():
     inputs = [random(64, 4, dtype=torch.float32), *parameters("gelu", 4, 16, 4, torch.float32)]
-    kept = []
-    with torch.autograd.graph.saved_tensors_hooks(lambda x: kept.append(x.shape), lambda x: x):
+    saved_shapes = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda x: saved_shapes.append(x.shape), lambda x: x):
         feed_forward(*inputs, activation="gelu", dropout_p=0.5)
-        assert torch.Size([64, 16]) in kept
-        kept.clear()
+        assert torch.Size([64, 16]) in saved_shapes
+        saved_shapes.clear()
         feed_forward(*inputs, activation="gelu", dropout_p=0.5, recompute=True)
         fastformer.FeedForward(4, 16, activation="gelu", recompute=True)(inputs[0])
-    assert torch.Size([64, 16]) not in kept
+    assert torch.Size([64, 16]) not in saved_shapes
 
 
 def test_dropout_is_of_the_hidden_activations():
     eye = torch.eye(64)
     x = torch.ones(300, 64)
     out = feed_forward(x, eye, None, eye, None, dropout_p=0.25)
-    kept = int((out != 0).sum())
-    assert abs(kept - out.numel() * 0.75) < 5 * math.sqrt(out.numel() * 0.25 * 0.75)
+    count = int((out != 0).sum())
+    assert abs(count - out.numel() * 0.75) < 5 * math.sqrt(out.numel() * 0.25 * 0.75)
     assert out.unique().tolist() == pytest.approx([0, 4 / 3])
     assert not feed_forward(x, eye, None, eye, None, dropout_p=1.0).any()
 

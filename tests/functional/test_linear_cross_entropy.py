@@ -87,14 +87,14 @@ def test_first_and_second_derivative(reduction, smoothing):
 @pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
 def test_forward_mode_is_torchs(reduction):
     target, inputs, tangents = torch.tensor([0, 2, -100]), *((random(3, 2, grad=False), random(4, 2)) for _ in range(2))
-    found = []
+    tangents_out = []
     for loss in (
         lambda x, weight: linear_cross_entropy(x, weight, target, reduction=reduction),
         lambda x, weight: F.cross_entropy(F.linear(x, weight), target, reduction=reduction),
     ):
         with forward_ad.dual_level():
-            found.append(forward_ad.unpack_dual(loss(*map(forward_ad.make_dual, inputs, tangents))).tangent)
-    assert_close(*found)
+            tangents_out.append(forward_ad.unpack_dual(loss(*map(forward_ad.make_dual, inputs, tangents))).tangent)
+    assert_close(*tangents_out)
 
 
 def test_a_loss_without_targets_is_torchs_with_gradient_zero():
@@ -154,17 +154,17 @@ def test_autocast_computes_the_logits_of_fp32_in_the_low_precision_and_leaves_fp
 
 def test_the_module_starts_as_torchs_linear():
     torch.manual_seed(1)
-    ours = fastformer.LinearCrossEntropy(5, 7, label_smoothing=0.1, ignore_index=0)
+    module = fastformer.LinearCrossEntropy(5, 7, label_smoothing=0.1, ignore_index=0)
     torch.manual_seed(1)
     linear = nn.Linear(5, 7)
-    assert torch.equal(ours.weight, linear.weight)
-    assert torch.equal(ours.bias, linear.bias)
-    linear.load_state_dict(ours.state_dict())
+    assert torch.equal(module.weight, linear.weight)
+    assert torch.equal(module.bias, linear.bias)
+    linear.load_state_dict(module.state_dict())
     x, target = random(2, 3, 5, dtype=torch.float32), torch.randint(7, (2, 3))
     expected = F.cross_entropy(linear(x).flatten(0, 1), target.flatten(), label_smoothing=0.1, ignore_index=0)
-    assert_close(ours(x, target), expected)
-    assert_close(ours.logits(x), linear(x))
-    assert repr(ours) == (
+    assert_close(module(x, target), expected)
+    assert_close(module.logits(x), linear(x))
+    assert repr(module) == (
         "LinearCrossEntropy(in_features=5, num_classes=7, bias=True, ignore_index=0, label_smoothing=0.1, "
         "reduction='mean')"
     )

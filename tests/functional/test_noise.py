@@ -5,23 +5,23 @@ import torch
 import torch.nn.functional as F
 
 from tests.support.closeness import random
-from tests.support.noise import _WRITTEN_OUT, _aten, noise
+from tests.support.noise import noise
 
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
 
 
 def errors(op, inputs, dtype):
     """The error of each result of an op in a dtype, and its noise."""
-    given = [x.to(dtype).double().requires_grad_() for x in inputs]
+    rounded_inputs = [x.to(dtype).double().requires_grad_() for x in inputs]
 
     def run(dtype=torch.float64):
-        leaves = [x.detach().to(dtype).requires_grad_() for x in given]
+        leaves = [x.detach().to(dtype).requires_grad_() for x in rounded_inputs]
         out = op(*leaves)
         return [out.detach(), *torch.autograd.grad(out.square().sum(), leaves)]
 
     exact = run()
-    found = [(a.double() - e).abs().max().item() for a, e in zip(run(dtype), exact, strict=True)]
-    return found, noise(run, exact, dtype)
+    errors_in_dtype = [(a.double() - e).abs().max().item() for a, e in zip(run(dtype), exact, strict=True)]
+    return errors_in_dtype, noise(run, exact, dtype)
 
 
 OPS = {
@@ -44,16 +44,10 @@ def test_errors_are_about_as_large_as_the_noise(name):
     """A tenth of it would be too little for right computations, were it a tolerance."""
     op, shapes = OPS[name]
     for dtype in DTYPES:
-        found, expected = errors(op, [random(*shape) for shape in shapes], dtype)
-        assert all(n > 0 and error <= 4 * n for error, n in zip(found, expected, strict=True))
+        errors_in_dtype, expected = errors(op, [random(*shape) for shape in shapes], dtype)
+        assert all(n > 0 and error <= 4 * n for error, n in zip(errors_in_dtype, expected, strict=True))
         if dtype == torch.float32 and name not in ("one number", "many terms"):
-            assert max(error / n for error, n in zip(found, expected, strict=True)) > 0.1
-
-
-def test_moving_numbers_has_no_noise():
-    x = random(3, 4)
-    exact = [x.t(), x[1:].expand(5, 2, 4)]
-    assert noise(lambda: [x.t(), x[1:].expand(5, 2, 4)], exact, torch.float32) == [0.0, 0.0]
+            assert max(error / n for error, n in zip(errors_in_dtype, expected, strict=True)) > 0.1
 
 
 def test_results_written_in_place_are_rounded():
@@ -62,11 +56,5 @@ def test_results_written_in_place_are_rounded():
     def run():
         return [x.clone().add_(y), x.clone().addmm_(x, x.t() @ y), torch.mul(x, y, out=torch.empty_like(x))]
 
-    for found, largest in zip(noise(run, run(), torch.float16), run(), strict=True):
-        assert 1e-4 < found / largest.abs().max() < 1e-2
-
-
-def test_ops_that_hide_subtractions_are_decomposed():
-    """The installed torch has the formulas, those too that its modules take on GPUs only."""
-    for name in ("gelu", "_softmax_backward_data", "native_layer_norm_backward", "_fused_rms_norm_backward"):
-        assert getattr(_aten, name).default in _WRITTEN_OUT
+    for errors_in_dtype, largest in zip(noise(run, run(), torch.float16), run(), strict=True):
+        assert 1e-4 < errors_in_dtype / largest.abs().max() < 1e-2

@@ -44,15 +44,15 @@ STEPS = pytest.mark.parametrize(
 def test_values_and_gradients_are_those_of_the_formula(step, norm, formula, parameters, affine, shape, normalized):
     """Of the norm, and of both results of the step, which pre-norm layers use at once."""
     size = dimensions(normalized)
-    given = [random(*size) if name in affine else None for name in ("weight", "bias")[:parameters]]
+    weights = [random(*size) if name in affine else None for name in ("weight", "bias")[:parameters]]
     assert_formula(
         lambda x, *more: formula(x, size, *more, 1e-3),
-        [random(*shape), *given],
+        [random(*shape), *weights],
         lambda x, *more: norm(x, normalized, *more, eps=1e-3),
     )
     assert_formula(
         lambda x, residual, *more: (formula(x + residual, size, *more, 1e-3), x + residual),
-        [random(*shape), random(*shape), *given],
+        [random(*shape), random(*shape), *weights],
         lambda x, residual, *more: step(x, residual, normalized, *more, eps=1e-3),
     )
 

@@ -41,7 +41,7 @@ def any_backend(request: pytest.FixtureRequest) -> Iterator[str]:
 
 
 def on_device(*shape: int, scale: float = 1.0, offset: float = 0.0) -> Tensor:
-    """fp32 values of which fp64 has exact copies, a leaf."""
+    """Return a leaf of fp32 values."""
     return (scale * torch.randn(*shape) + offset).to(DEVICE).requires_grad_()
 
 
@@ -49,11 +49,11 @@ def doubles(*inputs: Tensor) -> list[Tensor]:
     return [x.detach().double().requires_grad_() for x in inputs]
 
 
-def errors(found: list[Tensor], exact: list[Tensor]) -> list[float]:
-    """The largest error of each, against its largest value."""
+def errors(actual: list[Tensor], exact: list[Tensor]) -> list[float]:
+    """Return the largest error of each tensor, relative to its largest value."""
     return [
         ((a.double() - e).abs().max() / e.abs().max().clamp(min=1e-30)).item()
-        for a, e in zip(found, exact, strict=True)
+        for a, e in zip(actual, exact, strict=True)
     ]
 
 
@@ -99,10 +99,10 @@ def test_large_scores_in_attention(close: bool, op: Callable[..., Any]) -> None:
     assert scores.abs().max() > 1e4
     with fastformer.backend("reference"):
         exact = run(*doubles(*inputs))
-    found = run(*inputs)
-    assert all(x.isfinite().all() for x in found)
+    actual = run(*inputs)
+    assert all(x.isfinite().all() for x in actual)
     compared = len(exact) if close else 1  # where one key has all the weight, gradients of scores are roundings
-    assert max(errors(found[:compared], exact[:compared])) < 16 * scores.abs().max().item() * EPS
+    assert max(errors(actual[:compared], exact[:compared])) < 16 * scores.abs().max().item() * EPS
 
 
 # Ops whose output row i depends on row i of their first inputs, so many of them, and on what all rows share.
@@ -126,16 +126,16 @@ def test_a_row_that_is_not_finite_changes_no_other_row(op: str, value: float, an
         with torch.no_grad():
             dirty[changed][row, 3] = value
         results = []
-        for given in (inputs, dirty):
-            out = tensors(CALLS[op].call(CALLS[op].extra(n, DEVICE), 0.0, *given))
-            results.append([*out, *gradients(out, given[: BY_ROW[op]])])
+        for arguments in (inputs, dirty):
+            out = tensors(CALLS[op].call(CALLS[op].extra(n, DEVICE), 0.0, *arguments))
+            results.append([*out, *gradients(out, arguments[: BY_ROW[op]])])
         others = torch.arange(n, device=DEVICE) != row
-        for clean, found in zip(*results, strict=True):
-            assert torch.equal(clean[others], found[others])
+        for clean, actual in zip(*results, strict=True):
+            assert torch.equal(clean[others], actual[others])
         with fastformer.backend("reference"):
             plain = tensors(CALLS[op].call(CALLS[op].extra(n, DEVICE), 0.0, *dirty))
-        for expected, found in zip(plain, results[1][: len(plain)], strict=True):
-            assert torch.equal(expected[row].isfinite(), found[row].isfinite()), any_backend
+        for expected, actual in zip(plain, results[1][: len(plain)], strict=True):
+            assert torch.equal(expected[row].isfinite(), actual[row].isfinite()), any_backend
 
 
 @pytest.mark.slow
@@ -161,10 +161,10 @@ def test_a_packed_sequence_that_is_not_finite_changes_no_other(value: float, cau
             inputs = [x.detach().clone() for x in clean]
             for place in dirty:
                 inputs[place][own] = value
-            found = run([x.requires_grad_() for x in inputs])
-            for before, after in zip(expected, found, strict=True):
+            actual = run([x.requires_grad_() for x in inputs])
+            for before, after in zip(expected, actual, strict=True):
                 assert torch.equal(before[~own], after[~own])
-            assert length == 0 or 2 not in dirty or not found[0][own].isfinite().all()
+            assert length == 0 or 2 not in dirty or not actual[0][own].isfinite().all()
 
 
 def test_gradients_that_are_sums_of_a_million_rows() -> None:
@@ -175,22 +175,25 @@ def test_gradients_that_are_sums_of_a_million_rows() -> None:
         x, weight, bias = on_device(rows, 4, offset=1.0), on_device(4), on_device(4)
         direction = torch.rand(rows, 4, device=DEVICE)  # of one sign, so that the sum grows
         for op in (layer_norm, rms_norm):
-            given = (weight, bias) if op is layer_norm else (weight,)
-            found = torch.autograd.grad(op(x, 4, *given), given, direction)
-            wide = doubles(x, *given)
+            arguments = (weight, bias) if op is layer_norm else (weight,)
+            actual = torch.autograd.grad(op(x, 4, *arguments), arguments, direction)
+            wide = doubles(x, *arguments)
             exact = torch.autograd.grad(op(wide[0], 4, *wide[1:]), wide[1:], direction.double())
-            assert max(errors(list(found), list(exact))) < allowed
+            assert max(errors(list(actual), list(exact))) < allowed
         target = torch.randint(3, (rows,), device=DEVICE)
         inputs = on_device(rows, 2), on_device(3, 2), on_device(3)
         loss = linear_cross_entropy(*inputs[:2], target, inputs[2], reduction="sum")
         wide = doubles(*inputs)
-        losses = [loss, *(F.cross_entropy(F.linear(*given), target, reduction="sum") for given in (inputs, wide))]
-        ours, plain, exact = (
-            [each, *torch.autograd.grad(each, given[1:])]
-            for each, given in zip(losses, (inputs, inputs, wide), strict=True)
+        losses = [
+            loss,
+            *(F.cross_entropy(F.linear(*arguments), target, reduction="sum") for arguments in (inputs, wide)),
+        ]
+        computed, plain, exact = (
+            [each, *torch.autograd.grad(each, arguments[1:])]
+            for each, arguments in zip(losses, (inputs, inputs, wide), strict=True)
         )
         # The weight's gradient is one matrix product over all rows, in torch too.
-        for error, plain_error in zip(errors(ours, exact), errors(plain, exact), strict=True):
+        for error, plain_error in zip(errors(computed, exact), errors(plain, exact), strict=True):
             assert error <= 2 * plain_error + allowed
 
 
@@ -226,22 +229,22 @@ def test_16_bits_are_as_accurate_as_in_sdpa(form, scale, autocast, dtype):
     """At most 1.2 times the root mean square of its error, outputs and gradients."""
     inputs = [(random(3, 4, 60, 32).detach() * by).to(dtype) for by in (scale, scale, 1.0)]
     direction = torch.randn(3, 4, 60, 32).to(dtype)
-    ours, mask = SIXTEEN_BITS[form]
+    computed, mask = SIXTEEN_BITS[form]
 
     def sdpa(q, k, v):
         return F.scaled_dot_product_attention(
             q, k, v, None if mask is None else mask.to(torch.promote_types(q.dtype, mask.dtype))
         )
 
-    def results(op, given):
-        leaves = [x.to(given).requires_grad_() for x in inputs]
-        with torch.autocast("cpu", dtype, enabled=given == torch.float32):
+    def results(op, arguments):
+        leaves = [x.to(arguments).requires_grad_() for x in inputs]
+        with torch.autocast("cpu", dtype, enabled=arguments == torch.float32):
             out = op(*leaves)
         return [out, *torch.autograd.grad(out, leaves, direction.to(out.dtype))]
 
     exact = results(sdpa, torch.float64)
-    found, expected = (results(op, torch.float32 if autocast else dtype) for op in (ours, sdpa))
-    for a, b, e in zip(found, expected, exact, strict=True):
+    actual, expected = (results(op, torch.float32 if autocast else dtype) for op in (computed, sdpa))
+    for a, b, e in zip(actual, expected, exact, strict=True):
         assert (a - e).square().mean() <= 1.2**2 * (b - e).square().mean()
 
 
@@ -259,10 +262,10 @@ def test_no_score_becomes_less_than_the_lowest_mask(options, dtype, op):
     v = random(1, 1, 3, 4, dtype=dtype)
     q, k = (torch.full((1, 1, 3, 4), x, dtype=dtype, requires_grad=True) for x in (4.0, -4.0))
     mask = torch.full((3, 3), torch.finfo(dtype).min, dtype=dtype)
-    given = dict(options)
-    if "bias" in given:
-        given = {"distance_bias": torch.full((1, 5), given["bias"])}
-    out = op(q, k, v, mask, **given)
+    arguments = dict(options)
+    if "bias" in arguments:
+        arguments = {"distance_bias": torch.full((1, 5), arguments["bias"])}
+    out = op(q, k, v, mask, **arguments)
     out = out[0] if isinstance(out, tuple) else out
     torch.testing.assert_close(out.float(), v.float().mean(2, keepdim=True).expand(1, 1, 3, 4), rtol=0.02, atol=0.02)
     for grad in torch.autograd.grad(out.float().sum(), [q, k, v]):

@@ -108,8 +108,8 @@ def test_dropout_is_of_the_weights_at_its_rate_and_scale(longest):
     n = int((plain != 0).sum())
     zeros = int(((dropped == 0) & (plain != 0)).sum())
     assert abs(zeros - n * p) < 5 * math.sqrt(n * p * (1 - p))
-    kept = dropped != 0
-    assert_close((dropped / plain)[kept], torch.full_like(plain[kept], 1 / (1 - p)))
+    remaining = dropped != 0
+    assert_close((dropped / plain)[remaining], torch.full_like(plain[remaining], 1 / (1 - p)))
     torch.manual_seed(3)
     assert torch.equal(packed_attention(q, k, v, layout, dropout_p=p), dropped)
 
@@ -130,8 +130,8 @@ def test_scores_of_scale_zero_are_zero():
     """torch's product of bf16 leaves memory as it found it where both its factors are 0."""
     layout = Layout.from_lengths([64, 64])
     q, k, v = (random(128, 2, 8, dtype=torch.bfloat16, grad=False) for _ in range(3))
-    found = torch.full((4, 64, 64), math.nan, dtype=torch.bfloat16)
-    del found
+    freed = torch.full((4, 64, 64), math.nan, dtype=torch.bfloat16)
+    del freed
     out = packed_attention(q, k, v, layout, scale=0.0)
     means = [x.double().mean(0, keepdim=True).expand(64, -1, -1) for x in v.split(64)]
     assert_close(out, torch.cat(means).bfloat16())

@@ -24,8 +24,8 @@ def test_lengths_come_in_any_integer_form():
         assert Layout.from_lengths(form([2, 1])).offsets.tolist() == [0, 2, 3]
 
 
-def lengths(*given: int) -> torch.Tensor:
-    return torch.arange(max(given, default=0)) >= torch.tensor(given).view(-1, 1)
+def lengths(*values: int) -> torch.Tensor:
+    return torch.arange(max(values, default=0)) >= torch.tensor(values).view(-1, 1)
 
 
 # Padding of [B, L]: behind sequences, some empty, all as long (a reshape, not a gather), none; everywhere else.
@@ -95,8 +95,8 @@ def test_a_layout_forgets_other_layouts_and_is_freed_at_once(backend):
         k = torch.randn(key_layout.total, 1, 4, device=DEVICE)
         with fastformer.backend(backend):
             new = Layout.from_lengths([2, 1], DEVICE)
-            found, expected = (packed_attention(q, k, k, x, key_layout) for x in (layout, new))
-        assert torch.equal(found, expected)
+            actual, expected = (packed_attention(q, k, k, x, key_layout) for x in (layout, new))
+        assert torch.equal(actual, expected)
         others.add(key_layout)
     del key_layout
     assert len(others) == 1
@@ -121,9 +121,9 @@ def test_a_layout_used_with_fake_tensors_or_torch_func_serves_plain_calls(way):
             unpack(mode.from_tensor(tokens), layout)
     else:
         torch.func.grad(lambda x: unpack(x, layout).sum())(tokens)
-    found = pack(unpack(tokens, layout), copy.deepcopy(layout))
-    assert type(found) is torch.Tensor
-    assert_close(found, tokens)
+    actual = pack(unpack(tokens, layout), copy.deepcopy(layout))
+    assert type(actual) is torch.Tensor
+    assert_close(actual, tokens)
 
 
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")

@@ -84,11 +84,11 @@ def test_values_and_gradients_are_those_of_torch(name, form, calls):
     assert all((each is None) == (name in SKIPPED) for each in calls)
     expected = F.scaled_dot_product_attention(*qkv, mask)
     direction = torch.randn_like(out)
-    for found in (
+    for actual in (
         (out, expected),
         *zip(*(torch.autograd.grad(x, qkv, direction) for x in (out, expected)), strict=True),
     ):
-        assert_close(*found)
+        assert_close(*actual)
 
 
 @pytest.mark.parametrize("name", [*SKIPPED, "gaps"])

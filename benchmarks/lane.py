@@ -34,7 +34,7 @@ GRACE = 5.0  # seconds between interrupting a step and killing it
 TESTS = {
     "gpu-tests": ("gpu/test_*.py", "test_devices.py"),
     "fused-tests": ("test_fused_*.py",),
-    "further-tests": ("test_attention_distances.py", "test_value_head_size.py", "test_tf32.py"),
+    "further-tests": ("test_attention_options.py", "test_tf32.py"),
 }
 # On a GPU of 84 GB each worker takes 0.5 GB for its context and up to 4.5 for tensors, one of them 11: 77 GB in all.
 MOST_WORKERS = 14

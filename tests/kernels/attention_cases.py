@@ -8,7 +8,6 @@ from torch import Tensor
 import fastformer
 from fastformer.functional import attention
 from fastformer.functional.attention import fused as fused_attention
-from fastformer_kernels.attention.arguments import Arguments
 from tests.support.closeness import gradients
 from tests.support.fused_op import DEVICE, INTERPRETED, assert_as_accurate_as_reference, poisoned
 
@@ -162,39 +161,3 @@ def take_the_fast_way(monkeypatch) -> None:
     """Add dQ with atomics also where memory is poisoned, which asks torch for deterministic algorithms."""
     backward = fused_attention._backward
     monkeypatch.setattr(fused_attention, "_backward", lambda *x: backward(*x[:10], True, *x[11:]))
-
-
-def op_arguments(packed: bool, options: bool) -> tuple[list[Tensor], Arguments]:
-    """Return tensors and arguments as the registered ops take them."""
-    if packed:
-        return [torch.randn(8, 2, 16, device=DEVICE) for _ in range(3)], Arguments(5, 5, 0.25, right=0)
-    tensors = [torch.randn(2, 2, n, 16, device=DEVICE) for n in (5, 7, 7)]
-    mask = torch.randn(5, 7, device=DEVICE) if options else None
-    seed = torch.tensor([3], device=DEVICE) if options else None
-    return tensors, Arguments(5, 7, 0.25, shift=2, right=0, dropout_p=0.1 if options else 0.0, mask=mask, seed=seed)
-
-
-def check_opcheck(tensors: list[Tensor], settings: Arguments) -> Tensor:
-    """Hold every registered op that arguments are for to torch's opcheck; return the log-sum-exp."""
-    ops, packed = torch.ops.fastformer, tensors[0].dim() == 3
-    if packed:
-        bounds = torch.tensor([[0, 5, 0, 0, 5, 0, 0, 0], [5, 3, 5, 0, 3, 0, 0, 0]], dtype=torch.int32, device=DEVICE)
-        settings = settings._replace(bounds=bounds)
-    out, lse = ops.attention_forward(*tensors, *settings)
-    saved = (out, *tensors, out, lse, None, None)  # the output is as good a gradient as any
-    delta = ops.attention_backward(*saved, False, False, False, *settings)[-1]
-    calls = [(ops.attention_forward, (*tensors, *settings))]
-    for wants_q, wants_keys in ((True, True), (True, False), (False, True), (False, False)):
-        calls.append((ops.attention_backward, (*saved, wants_q, wants_keys, False, *settings)))
-    if settings.distance_bias is not None:
-        calls.append((ops.attention_bias_gradient, (out, *tensors, lse, delta, None, *settings)))
-    if settings.mask is not None:
-        calls.append((ops.attention_mask_gradient, (out, *tensors, lse, delta, None, *settings)))
-    if not packed:
-        q, k, v = tensors
-        calls.append((ops.attention_weights, (q, k, lse, *settings)))
-        step = settings._replace(queries=1, mask=None, seed=None, dropout_p=0.0)
-        calls.append((ops.attention_decode, (q[:, :, :1], k, v, *step)))
-    for op, arguments in calls:
-        torch.library.opcheck(op.default, arguments, test_utils=("test_schema", "test_faketensor"))
-    return lse

@@ -15,8 +15,7 @@ from tests.support.faults import Fault, main
 EXECUTED = r"tests\.compiled\.ptx\.machine\.KernelFault: \w+: "  # how what runs compiled fails
 ATTENTION = "kernels/test_fused_attention.py::"
 BACKWARD = "kernels/test_fused_attention_backward.py::"
-DISTANCES = "kernels/test_attention_distances.py::"
-VALUES = "kernels/test_value_head_size.py::"
+EXTENDED = "kernels/test_attention_options.py::"
 NORMS = "kernels/test_fused_norms.py::"
 LOSS = "kernels/test_fused_linear_cross_entropy.py::"
 FEED_FORWARD = "kernels/test_fused_feed_forward.py::"
@@ -40,11 +39,11 @@ ADDITIVE = ATTENTION + "test_rules[additive [T, S]]"
 PACKED = ATTENTION + "test_packed_sequences[False]"
 DECODING = ATTENTION + "test_decoding_splits_the_keys[one query-1]"
 BEYOND = ATTENTION + "test_lengths_beyond_the_tensor_are_cut"
-TO_THE_LAST = DISTANCES + "test_rules[to the last key of each-False]"
-SINKS = DISTANCES + "test_one_without_the_other[dtype0-('sinks',)]"
-PACKED_BIAS = DISTANCES + "test_packed[two layouts]"
-WIDER = VALUES + "test_values_and_gradients[64-128-torch.float32]"
-EVERY_OPTION = VALUES + "test_every_option_with_weights_and_the_gradient_of_the_mask[40-56-torch.float32]"
+TO_THE_LAST = EXTENDED + "test_rules[to the last key of each-False]"
+SINKS = EXTENDED + "test_one_without_the_other[dtype0-('sinks',)]"
+PACKED_BIAS = EXTENDED + "test_packed[two layouts]"
+WIDER = EXTENDED + "test_values_of_a_head_size_of_their_own[64-128-torch.float32]"
+EVERY_OPTION = EXTENDED + "test_every_option_with_weights_and_the_gradient_of_the_mask[40-56-torch.float32]"
 LAYER_NORM = NORMS + "test_values_and_gradients[layer_norm-weight and bias-norm-shape1-torch.float32]"
 MANY_ROWS = NORMS + "test_values_and_gradients[layer_norm-bias-norm-shape2-torch.float32]"
 RMS_NORM = NORMS + "test_values_and_gradients[rms_norm-weight-norm-shape3-torch.float32]"
@@ -84,7 +83,7 @@ ROWS: dict[str, list[tuple[str, ...]]] = {
         ("loaded = loaded if HAS_KEY_MASK else real_keys", "loaded = in_head", SMALL,
          EXECUTED + "outside all (tensors|allocations)", "sm_90"),
         ("v_dims[None, :] < V", "v_dims[None, :] < K", WIDER),
-        ("if MASK >= 2:", "if MASK == 2:", DISTANCES + "test_one_without_the_other[dtype0-('distance_bias',)]"),
+        ("if MASK >= 2:", "if MASK == 2:", EXTENDED + "test_one_without_the_other[dtype0-('distance_bias',)]"),
         ("total += sink(peak, sinks_ptr, h)", "total += 0.0", SINKS),
     ],
     "kernels/fastformer_kernels/attention/scores": [
@@ -156,7 +155,7 @@ ROWS: dict[str, list[tuple[str, ...]]] = {
         ("offset(hk, ALIGN, stride_dv_h)", "offset(hk, ALIGN, stride_dk_h)", EVERY_OPTION),
         ("stride_dout_t * ALIGN + v_dims[None, :], mask=real & in_value",
          "stride_dout_t * ALIGN + v_dims[None, :], mask=real & in_head",
-         VALUES + "test_values_and_gradients[40-56-torch.float32]"),
+         EXTENDED + "test_values_of_a_head_size_of_their_own[40-56-torch.float32]"),
     ],
     "kernels/fastformer_kernels/attention/mask_gradient": [
         ("total += ds", "total = ds", ADDITIVE),
@@ -175,7 +174,7 @@ ROWS: dict[str, list[tuple[str, ...]]] = {
         ("tl.maximum(high, at + 1)", "tl.maximum(high, at)", GAPS),
         ("keys = tl.minimum(tl.maximum(tl.load(key_lengths_ptr + b).to(tl.int32), 0), S)",
          "keys = tl.load(key_lengths_ptr + b).to(tl.int32)", BEYOND),
-        ("None if x is None else x.contiguous()", "x", DISTANCES + "test_any_place_in_memory"),
+        ("None if x is None else x.contiguous()", "x", EXTENDED + "test_any_place_in_memory"),
     ],
     "kernels/fastformer_kernels/attention/decode": [
         ("other=0.0) * weight", "other=0.0)", DECODING),
@@ -187,10 +186,10 @@ ROWS: dict[str, list[tuple[str, ...]]] = {
         ("acc, total, peak = fold(", "acc, total, _ = fold(", DECODING),
         ("offset(r // GROUP, ALIGN, stride_out_t)", "offset(r % T, ALIGN, stride_out_t)",
          ATTENTION + "test_decoding_splits_the_keys[three queries, the last at the end-1]"),
-        ("part_ptr + row[:, None] * V", "part_ptr + row[:, None] * K", VALUES + "test_decoding[40-72]"),
+        ("part_ptr + row[:, None] * V", "part_ptr + row[:, None] * K", EXTENDED + "test_decoding_values[40-72]"),
         ("bias_of_head(bias_ptr, hk * GROUP + r % GROUP,", "bias_of_head(bias_ptr, hk * GROUP + r * 0,",
-         DISTANCES + "test_decoding[('distance_bias',)-one query-1]"),
-        ("total += sink(peak, sinks_ptr, h)", "total += 0.0", DISTANCES + "test_decoding[('sinks',)-one query-1]"),
+         EXTENDED + "test_decoding[('distance_bias',)-one query-1]"),
+        ("total += sink(peak, sinks_ptr, h)", "total += 0.0", EXTENDED + "test_decoding[('sinks',)-one query-1]"),
     ],
     "fastformer/functional/attention/fused": [
         ("arguments = Arguments(*ctx.numbers, *tensors)",
@@ -204,23 +203,23 @@ ROWS: dict[str, list[tuple[str, ...]]] = {
          ATTENTION + "test_rules[bool [B, 1, 1, S] and key mask]"),
         ("float(q.shape[-1] ** -0.5", "float(v.shape[-1] ** -0.5", WIDER),
         ("return _like(q, v), q.new_empty(rows", "return _like(q), q.new_empty(rows",
-         VALUES + "test_registered_ops_pass_opcheck[False]", "torch\\.testing\\._internal\\.optests"),
+         CONTRACT + "test_registered_ops_pass_opcheck[attention_forward]", "torch\\.testing\\._internal\\.optests"),
         ("lse.unbind() if lse.dim() > delta.dim() else (lse,)",
          "lse.unbind()[:1] if lse.dim() > delta.dim() else (lse,)", TO_THE_LAST),
         ("return -products.sum(", "return products.sum(", SINKS),
         ("any(x is not None and x.requires_grad for x in optional)", "False",
-         DISTANCES + "test_a_trained_bias_or_sink_is_no_step_of_decoding", "RuntimeError"),
+         EXTENDED + "test_a_trained_bias_or_sink_is_no_step_of_decoding", "RuntimeError"),
     ],
     "kernels/fastformer_kernels/attention/bias_gradient": [
         ("total += ds", "total = ds", TO_THE_LAST),
         ("tl.arange(0, BLOCK_T).to(tl.int64)[:, None] * (line + 1)",
          "tl.arange(0, BLOCK_T).to(tl.int64)[:, None] * line", TO_THE_LAST),
         ("for part in tl.range(0, parts):", "for part in tl.range(0, 1):",
-         DISTANCES + "test_the_gradient_of_the_bias_is_the_same_every_time[2]"),
+         EXTENDED + "test_the_gradient_of_the_bias_is_the_same_every_time[2]"),
         ("met = (distances < longest) & (distances > -longest)", "met = distances < longest",
-         DISTANCES + "test_many_positions_of_which_few_are_met"),
+         EXTENDED + "test_many_positions_of_which_few_are_met"),
         ("distance - BLOCK_T + 1 > right", "distance > right",
-         DISTANCES + "test_rules[window to the right, bottom_right-False]"),
+         EXTENDED + "test_rules[window to the right, bottom_right-False]"),
         ("offset(h, 1, stride_lse_h) + q_base", "offset(h, 1, stride_lse_h)", PACKED_BIAS),
     ],
     "kernels/fastformer_kernels/norms/layer_norm": [

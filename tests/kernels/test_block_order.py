@@ -5,17 +5,27 @@ import heapq
 import pytest
 import torch
 
+triton = pytest.importorskip("triton")
+from triton import language as tl
+
 from fastformer_kernels.attention.arguments import Arguments
+from fastformer_kernels.attention.scores import place
 from tests.support.fused_op import DEVICE, needs_kernels
 
 pytestmark = needs_kernels
 MULTIPROCESSORS = 132
 
 
+@triton.jit
+def places_kernel(found_ptr, tiles, together):
+    """Store (rank, head) of each program, int32 `[programs, 2]`."""
+    rank, head = place(tiles, together)
+    tl.store(found_ptr + 2 * tl.program_id(0), rank)
+    tl.store(found_ptr + 2 * tl.program_id(0) + 1, head)
+
+
 def places(tiles: int, heads: int, together: int) -> list[tuple[int, int]]:
     """Return the (rank, head) of each program, as the kernels find it."""
-    from tests.kernels.places import places_kernel
-
     found = torch.full((tiles * heads, 2), -1, dtype=torch.int32, device=DEVICE)
     places_kernel[(tiles * heads,)](found, tiles, together)
     return [(rank, head) for rank, head in found.tolist()]

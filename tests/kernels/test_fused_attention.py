@@ -22,11 +22,9 @@ from tests.kernels.attention_cases import (
     check,
     check_decoding,
     check_empty,
-    check_opcheck,
     fused,
     heads,
     on_device,
-    op_arguments,
     plain,
 )
 from tests.support.closeness import gradients
@@ -307,16 +305,3 @@ def test_decoding_is_one_kernel_where_one_program_takes_all_keys_of_a_head(keys,
 def test_decoding_splits_the_keys(name, kv_heads):
     (b, h, t, s), rules = DECODING[name]
     check_decoding(heads(b, h, t, s, 40, kv_heads), **rules)
-
-
-@pytest.mark.parametrize(("packed", "options"), [(False, False), (False, True), (True, False)])
-def test_registered_ops_pass_opcheck(packed, options):
-    tensors, settings = op_arguments(packed, options)
-    check_opcheck(tensors, settings)
-    lengths = torch.tensor([0, 5, 8], device=DEVICE)
-    bounds = torch.ops.fastformer.attention_bounds.default
-    arguments = (lengths, lengths, None, 2, 5, 5, True, False, tensors[0])
-    torch.library.opcheck(bounds, arguments, test_utils=("test_schema", "test_faketensor"))
-    if not packed:
-        forward = torch.ops.fastformer.attention_forward.default
-        torch.library.opcheck(forward, (*tensors, *settings), test_utils="test_aot_dispatch_dynamic")

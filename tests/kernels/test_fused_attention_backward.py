@@ -10,6 +10,7 @@ import fastformer
 from fastformer.functional import attention, attention_with_weights, packed_attention
 from fastformer.functional.attention import fused as fused_attention
 from fastformer.packing import Layout
+from fastformer_kernels.attention.arguments import Arguments
 from fastformer_kernels.host import launch
 from fastformer_kernels.host.architecture import architecture_of
 from tests.kernels.attention_cases import (
@@ -21,7 +22,6 @@ from tests.kernels.attention_cases import (
     heads,
     moved,
     on_device,
-    op_arguments,
     plain,
     take_the_fast_way,
 )
@@ -109,8 +109,10 @@ def test_delta_has_a_kernel_only_where_dq_has_none(monkeypatch):
         monkeypatch.setattr(
             module, "launch", lambda kernel, *x, launch=launch, **y: launched.append(kernel) or launch(kernel, *x, **y)
         )
-    tensors, settings = op_arguments(False, False)
-    q, k, v = (x.half() for x in tensors)  # fp32 has no registers for it in the kernel of dQ
+    settings = Arguments(5, 7, 0.25, shift=2, right=0)
+    q, k, v = (
+        torch.randn(2, 2, n, 16, device=DEVICE).half() for n in (5, 7, 7)
+    )  # fp32 has no registers for it in the kernel of dQ
     dout, added = torch.randn_like(q), torch.randn(q.shape[:3], device=DEVICE)
     out, lse = torch.ops.fastformer.attention_forward(q, k, v, *settings)
     for dweights in (None, torch.zeros(*q.shape[:3], 7, dtype=q.dtype, device=DEVICE)):

@@ -143,22 +143,6 @@ def test_autocast_leaves_it_alone():
     assert out.dtype == torch.float32
 
 
-def test_the_ops_pass_opcheck():
-    ids, positions = indices((2, 3), 3, 4)
-    weight, table = matrices_of(3, 4, 5, torch.float32)
-    seed = torch.tensor([5], device=DEVICE)
-    torch.library.opcheck(
-        torch.ops.fastformer.embedding.default, (ids, weight, positions, table.half(), seed, 2.0, 0.5)
-    )
-    torch.library.opcheck(torch.ops.fastformer.embedding.default, (ids, weight.half(), None, None, None, 1.0, 0.0))
-    torch.library.opcheck(
-        torch.ops.fastformer.embedding_scaled_gradient.default, (torch.randn(2, 3, 5, device=DEVICE), seed, 2.0, 0.5)
-    )
-    torch.library.opcheck(
-        torch.ops.fastformer.embedding_scaled_gradient.default, (torch.randn(2, 3, 5, device=DEVICE), None, 2.0, 0.0)
-    )
-
-
 def test_rows_share_no_dropout_mask():
     ids, _ = indices((40,), 1, 1)
     weight = torch.ones(1, 300, device=DEVICE)

@@ -328,23 +328,6 @@ def test_autocast_is_that_of_linear(activation):
         assert (a - b).abs().max() <= 4 * torch.finfo(torch.bfloat16).eps * b.abs().max()
 
 
-@pytest.mark.parametrize(("wants", "seeded"), [(False, True), (True, False)])
-def test_the_ops_pass_opcheck(wants, seeded):
-    h, da = torch.randn(5, 6, device=DEVICE), torch.randn(5, 3, device=DEVICE)
-    seed = torch.tensor([9], device=DEVICE) if seeded else None
-    p = 0.5 if seeded else 0.0
-    torch.library.opcheck(torch.ops.fastformer.feed_forward_activate.default, (h, seed, "geglu", p))
-    torch.library.opcheck(
-        torch.ops.fastformer.feed_forward_activate_backward.default, (da, h, seed, "geglu", p, wants, wants)
-    )
-    torch.library.opcheck(
-        torch.ops.fastformer.feed_forward_activate_backward.default, (h, h, seed, "gelu", p, wants, not wants)
-    )
-    torch.library.opcheck(torch.ops.fastformer.feed_forward_relu_backward.default, (h, h, p, wants))
-    given = h, torch.randn(7, 6, device=DEVICE), torch.randn(7, device=DEVICE) if seeded else None, da
-    torch.library.opcheck(torch.ops.fastformer.feed_forward_hidden_again.default, given)
-
-
 @pytest.mark.parametrize(("recompute", "kept"), [(False, 5), (True, 1)])
 def test_compiled_keeps_as_little(recompute, kept):
     """x and four times its width, or x alone: a compiler may take what is recomputed for what it has already."""

@@ -4,20 +4,26 @@ Compilation, checkpointing, second derivatives and refused dtypes are in `test_f
 """
 
 import math
-from collections.abc import Callable
 from functools import partial
-from typing import NamedTuple
 
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import Tensor
 from torch._subclasses import FakeTensorMode
 
 import fastformer
-from fastformer.functional import dropout_add_layer_norm, dropout_add_rms_norm, layer_norm, rms_norm
+from fastformer.functional import dropout_add_layer_norm, layer_norm
 from fastformer.functional.norms import fused
-from tests.kernels.norm_cases import cuda_autocast, random, record_partials, use_one_multiprocessor
+from tests.kernels.norm_cases import (
+    DTYPES,
+    NORMS,
+    combinations,
+    cuda_autocast,
+    of_adding,
+    of_alone,
+    random,
+    use_one_multiprocessor,
+)
 from tests.support.closeness import assert_close, gradients
 from tests.support.fused_op import DEVICE, assert_as_accurate_as_reference, needs_kernels, poisoned
 
@@ -28,72 +34,10 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:Mismatch dtype between input and weight"),
 ]
 
-DTYPES = [torch.float32, torch.float16, torch.bfloat16]
-# One number; ragged, in one tile; more than a tile of rows, the last of them part empty; columns that fill the tile.
-SHAPES = [(1, 1), (5, 3, 7), (131, 20), (3, 64)]
-# Rows that fill the widest tile, and 16 numbers more; not a multiple of 16, where the limit is 4096.
-LONG_ROWS = [(8192, torch.float32), (8208, torch.bfloat16), (4100, torch.float32)]
-
-
-class Norm(NamedTuple):
-    """An op, torch's function, the names of the parameters, and whether it drops out and adds to a residual."""
-
-    op: Callable[..., Tensor | tuple[Tensor, Tensor]]
-    of_torch: Callable[..., Tensor]
-    parameters: tuple[str, ...]
-    adds: bool
-
-    def inputs(self, *shape: int, affine: str = "weight and bias", dtype: torch.dtype = torch.float64) -> list[Tensor]:
-        """Return x, the residual of an op that adds, and the parameters."""
-        rows = [random(*shape, dtype=dtype) for _ in range(1 + self.adds)]
-        return [*rows, *(random(shape[-1], dtype=dtype) if name in affine else None for name in self.parameters)]
-
-    def leaves(self, *shape: int) -> list[Tensor]:
-        """Return those in fp32, with gradients."""
-        return [t.requires_grad_() for t in self.inputs(*shape, dtype=torch.float32)]
-
-    def __call__(self, *inputs: Tensor | None, N: int | tuple[int, ...], eps: float = 1e-5, **options: float):
-        """Return the normalised rows, and for an op that adds the sum, too."""
-        rows, parameters = inputs[: 1 + self.adds], inputs[1 + self.adds :]
-        found = self.op(*rows, N, *parameters, eps=eps, **options)
-        return found if self.adds else (found,)
-
-    def formula(self, *inputs: Tensor) -> tuple[Tensor, ...]:
-        """Return what torch makes of them, without dropout."""
-        rows, parameters = inputs[: 1 + self.adds], inputs[1 + self.adds :]
-        s = sum(rows[::-1])
-        return (self.of_torch(s, s.shape[-1:], *parameters, eps=1e-5), s)[: 1 + self.adds]
-
-
-NORMS = {
-    "layer_norm": Norm(layer_norm, F.layer_norm, ("weight", "bias"), False),
-    "rms_norm": Norm(rms_norm, F.rms_norm, ("weight",), False),
-    "dropout_add_layer_norm": Norm(dropout_add_layer_norm, F.layer_norm, ("weight", "bias"), True),
-    "dropout_add_rms_norm": Norm(dropout_add_rms_norm, F.rms_norm, ("weight",), True),
-}
-ALONE, ADDING = ([name for name in NORMS if NORMS[name].adds == adds] for adds in (False, True))
-of_adding = pytest.mark.parametrize("norm", ADDING, indirect=True)
-of_alone = pytest.mark.parametrize("norm", ALONE, indirect=True)
-
 
 @pytest.fixture(params=NORMS)
 def norm(request):
     return NORMS[request.param]
-
-
-def combinations() -> list:
-    """Return ops, parameters and results, each with each shape and with each dtype, a third of all of these."""
-    ways = [("layer_norm", affine, "norm") for affine in ("weight and bias", "weight", "bias", "none")]
-    ways += [("rms_norm", "weight", "norm"), ("rms_norm", "none", "norm"), ("dropout_add_layer_norm", "bias", "sum")]
-    ways += [("dropout_add_layer_norm", affine, "both") for affine in ("weight and bias", "weight", "none")]
-    ways += [("dropout_add_layer_norm", "weight", "norm"), ("dropout_add_rms_norm", "none", "both")]
-    ways += [("dropout_add_rms_norm", "weight", results) for results in ("both", "norm", "sum")]
-    cases = []
-    for i, way in enumerate(ways):
-        for j, shape in enumerate(SHAPES):
-            dtype = DTYPES[(i + j + 2) % 3]
-            cases.append(pytest.param(*way, shape, dtype, id=f"{'-'.join(way)}-shape{j}-{dtype}"))
-    return cases
 
 
 @pytest.mark.parametrize(("norm", "affine", "results", "shape", "dtype"), combinations(), indirect=["norm"])
@@ -130,7 +74,10 @@ def test_programs_that_walk_over_many_tiles(monkeypatch, norm, dtype):
     assert_as_accurate_as_reference(partial(norm, N=50), norm.inputs(66 if norm.adds else 130, 50), dtype)
 
 
-@pytest.mark.parametrize(("N", "dtype"), LONG_ROWS, ids=str)
+# Rows that fill the widest tile, and 16 numbers more; not a multiple of 16, where the limit is 4096.
+@pytest.mark.parametrize(
+    ("N", "dtype"), [(8192, torch.float32), (8208, torch.bfloat16), (4100, torch.float32)], ids=str
+)
 def test_long_rows(norm, N, dtype):
     assert_as_accurate_as_reference(partial(norm, N=N), norm.inputs(2, N), dtype)
 
@@ -236,40 +183,30 @@ def test_no_rows(norm, shape, p):
     assert not any(grad.any() for grad in found)
 
 
-@of_alone
-def test_mixed_dtypes(norm):
-    """Results have the dtype of x, gradients those of the inputs."""
-    for one, two in [(torch.bfloat16, torch.float32), (torch.float32, torch.float16), (torch.float16, torch.bfloat16)]:
-        x, *parameters = norm.inputs(5, 24)
-        leaves = [t.requires_grad_() for t in (x.to(one), *(p.to(two) for p in parameters))]
-        (out,) = norm(*leaves, N=24)
-        assert out.dtype == one
-        wide = [t.detach().double().requires_grad_() for t in leaves]
-        (expected,) = norm.formula(*wide)
-        assert_close(out, expected.to(one), roundings=4)
-        direction = random(5, 24).to(one)
-        grads = torch.autograd.grad(out, leaves, direction)
-        for a, b, t in zip(grads, torch.autograd.grad(expected, wide, direction.double()), leaves, strict=True):
-            assert_close(a, b.to(t.dtype), roundings=4)
-
-
-# From 4096 on, gradients of two dtypes are written by other kernels.
-@of_adding
+# Under autocast x is in half precision and the residual in fp32. From 4096 on, gradients of two dtypes are written by
+# other kernels.
 @pytest.mark.parametrize(("M", "N"), [(5, 24), (2, 4112)])
-def test_mixed_dtypes_of_a_sum(norm, M, N):
-    """Under autocast x is in half precision and the residual in fp32: s has the dtype to which they promote."""
+def test_mixed_dtypes(norm, M, N):
+    """A norm has the dtype of x, a sum that to which x and the residual promote, and gradients those of the inputs."""
     pairs = [(torch.bfloat16, torch.float32), (torch.float32, torch.float16), (torch.float16, torch.bfloat16)]
     for one, two in pairs if N < 4096 else pairs[:1]:
-        x, residual, *parameters = norm.inputs(M, N, dtype=torch.float32)
-        leaves = [t.requires_grad_() for t in (x.to(one), residual.to(two), *parameters)]
-        y, s = norm(*leaves, N=N)
+        x, *others = norm.inputs(M, N, dtype=torch.float32)
+        leaves = [x.to(one).requires_grad_()]
+        # The second dtype is that of the residual, or where there is none of the parameters.
+        leaves += [
+            t.to(two).requires_grad_() if i == 0 or not norm.adds else t.requires_grad_() for i, t in enumerate(others)
+        ]
+        outputs = norm(*leaves, N=N)
         wide = [t.detach().double().requires_grad_() for t in leaves]
         expected = norm.formula(*wide)
-        assert y.dtype == s.dtype == torch.float32
-        assert_close(y, expected[0].float())
-        assert_close(s, expected[1].float())
-        for a, b, t in zip(gradients((y, s), leaves), gradients(expected, wide), leaves, strict=True):
-            assert_close(a, b.to(t.dtype), roundings=100 if t.dtype == torch.float32 else 4)
+        for a, b in zip(outputs, expected, strict=True):
+            assert a.dtype == (torch.float32 if norm.adds else one)
+            assert_close(a, b.to(a.dtype), roundings=100 if norm.adds else 4)
+        directions = [random(M, N).to(y.dtype) for y in outputs]
+        found = torch.autograd.grad(outputs, leaves, directions)
+        exact = torch.autograd.grad(expected, wide, [x.double() for x in directions])
+        for a, b, t in zip(found, exact, leaves, strict=True):
+            assert_close(a, b.to(t.dtype), roundings=100 if norm.adds and t.dtype == torch.float32 else 4)
 
 
 def test_what_is_refused(norm):
@@ -287,46 +224,28 @@ def test_what_is_refused(norm):
             assert norm(x, x.double(), N=3)[1].dtype == torch.float64
 
 
-@of_alone
 def test_only_wanted_gradients(monkeypatch, norm):
     """Nothing is allocated or computed for the others; rows may be added up in another order."""
-    asked = record_partials(monkeypatch, norm.op.__name__)
-    tensors = norm.inputs(5, 8, dtype=torch.float32)
-    leaves = [t.clone().requires_grad_() for t in tensors]
-    all_ = gradients(norm(*leaves, N=8), leaves)
-    for wanted in ((0,), (1,), (2,), (0, 2)) if len(norm.parameters) == 2 else ((0,), (1,)):
-        given = [t.clone().requires_grad_(i in wanted) for i, t in enumerate(tensors)]
-        found = gradients(norm(*given, N=8), [given[i] for i in wanted])
-        for i, grad in zip(wanted, found, strict=True):
-            assert_close(grad, all_[i])
-        assert asked[-1] == tuple(torch.float32 if i in wanted else None for i in range(1, 1 + len(norm.parameters)))
-
-
-@of_adding
-def test_only_wanted_gradients_of_a_sum(monkeypatch, norm):
-    """Nothing is allocated or computed for the others; rows may be added up in another order."""
-    asked, backward = [], fused._dropout_add_norm_backward
-    monkeypatch.setattr(
-        fused, "_dropout_add_norm_backward", lambda *x: asked.append([t is not None for t in x[-4:]]) or backward(*x)
-    )
+    asked, name = [], "_dropout_add_norm_backward" if norm.adds else f"_{norm.op.__name__}_backward"
+    backward, results = getattr(fused, name), 4 if norm.adds else 1 + len(norm.parameters)
+    monkeypatch.setattr(fused, name, lambda *x: asked.append([t is not None for t in x[-results:]]) or backward(*x))
     tensors = norm.inputs(5, 24, dtype=torch.float32)
     each = range(len(tensors))
-    for p in (0.0, 0.5):
-        results = []
-        for wanted in (tuple(each), *((i,) for i in each)):
+    subsets = [tuple(each), *((i,) for i in each), tuple(each[1:]), tuple(each[::2]), tuple(each[1 + norm.adds :])]
+    for p in (0.0, 0.5) if norm.adds else (0.0,):
+        found = []
+        for wanted in subsets:
             torch.manual_seed(5)
             given = [t.clone().requires_grad_(i in wanted) for i, t in enumerate(tensors)]
-            found = gradients(norm(*given, N=24, dropout_p=p)[0], [given[i] for i in wanted])
-            results.append(dict(zip(wanted, found, strict=True)))
-            residual, x = (0 in wanted or 1 in wanted, False) if p == 0 else (1 in wanted, 0 in wanted)
-            assert asked[-1] == [residual, x, 2 in wanted, 3 in wanted]
-        for one in results[1:]:
-            for i, grad in one.items():
-                assert_close(grad, results[0][i])
-        asked.clear()
-        given = [tensors[0], tensors[1], *(t.clone().requires_grad_() for t in tensors[2:])]
-        norm(*given, N=24, dropout_p=p)[0].sum().backward()
-        assert asked == [[False, False, True, len(tensors) == 4]]
+            output = norm(*given, N=24, **({"dropout_p": p} if norm.adds else {}))[0]
+            found.append(dict(zip(wanted, gradients(output, [given[i] for i in wanted]), strict=True)))
+            rows = [0 in wanted]
+            if norm.adds:  # without dropout both gradients are one tensor
+                rows = [0 in wanted or 1 in wanted, False] if p == 0 else [1 in wanted, 0 in wanted]
+            parameters = [i in wanted for i in each[1 + norm.adds :]]
+            assert asked[-1] == [*rows, *parameters, *[False] * (results - len(rows) - len(parameters))]
+            for i, gradient in found[-1].items():
+                assert_close(gradient, found[0][i])
 
 
 def test_statistics_are_fp32():
@@ -460,37 +379,3 @@ def test_what_is_saved(norm):
         sum(t.numel() * t.element_size() for t in saved) == 4 * (64 * (24 + statistics) + 24 * len(norm.parameters)) + 8
     )
     assert y.shape == s.shape
-
-
-@of_alone
-def test_the_ops_pass_opcheck(norm):
-    x, weight, bias = random(3, 8).float(), random(8).half(), random(8).float()
-    parameters, nothing = (weight, bias)[: len(norm.parameters)], [None] * len(norm.parameters)
-    forward = getattr(torch.ops.fastformer, norm.op.__name__).default
-    backward = getattr(torch.ops.fastformer, f"{norm.op.__name__}_backward").default
-    torch.library.opcheck(forward, (x, *parameters, 1e-5, torch.float32))
-    torch.library.opcheck(forward, (x.half(), *nothing, 1e-5, torch.float32))
-    _, *statistics = forward(x, *nothing, 1e-5, x.dtype)
-    dtypes = (torch.float16, torch.float32)[: len(norm.parameters)]
-    torch.library.opcheck(backward, (x, x, weight, *statistics, torch.float32, *dtypes))
-    torch.library.opcheck(backward, (x, x, None, *statistics, torch.float32, *nothing))
-    torch.library.opcheck(backward, (x, x, weight, *statistics, None, *nothing[1:], dtypes[-1]))
-
-
-@pytest.mark.parametrize("centred", [True, False])
-def test_the_ops_of_a_sum_pass_opcheck(centred):
-    x, residual, weight, bias = NORMS["dropout_add_layer_norm"].inputs(3, 8)
-    x, residual, weight, bias = x.half(), residual.float(), weight.half(), bias.float() if centred else None
-    seed = torch.tensor([5], device=DEVICE)
-    forward, backward = torch.ops.fastformer.dropout_add_norm, torch.ops.fastformer.dropout_add_norm_backward
-    given = (x, residual, weight, bias, seed, 1e-5, 0.5, centred, torch.float32)
-    torch.library.opcheck(forward.default, given)
-    torch.library.opcheck(forward.default, (x, x, None, None, None, 1e-5, 0.0, centred, torch.float16))
-    y, s, mean, rstd = fused._dropout_add_norm(*given)
-    assert mean.shape == ((2, 3) if centred else (0,))
-    mean = mean if centred else None
-    dtypes = (torch.float32, torch.float16, torch.float16, torch.float32 if centred else None)
-    torch.library.opcheck(backward.default, (y, s, s, weight, mean, rstd, seed, 0.5, *dtypes))
-    wanted = (torch.float32, None, None, None)
-    torch.library.opcheck(backward.default, (y, None, s, None, mean, rstd, None, 0.0, *wanted))
-    torch.library.opcheck(backward.default, (None, s, s, weight, mean, rstd, seed, 0.5, *dtypes[:2], None, None))

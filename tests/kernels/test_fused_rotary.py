@@ -163,10 +163,3 @@ def test_autocast_leaves_it_alone():
     expected = rotary(x, given, *both)
     with torch.autocast(DEVICE, torch.bfloat16):
         assert torch.equal(rotary(x, given, *both), expected)
-
-
-def test_the_op_passes_opcheck():
-    x, given = torch.randn(4, 3, 8, device=DEVICE), positions(4)
-    op = torch.ops.fastformer.rotary.default
-    torch.library.opcheck(op, (x[:, :2], given, *tables(6), False, 1.0))
-    torch.library.opcheck(op, (x.half()[None], given, *tables(8, torch.float64), True, -1.0))

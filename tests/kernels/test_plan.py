@@ -1,28 +1,42 @@
-"""Launchers with a memory launch what they launch without, by Triton's own door and by ours; nothing is compiled."""
+"""What launchers launch and compile, found in processes that have no GPU and no interpreter (`facts`).
+
+A launcher with a memory launches what it launches without. A kernel is compiled once for what a launcher asks for:
+nothing about a batch compiles it again in mid-training. No index is multiplied with a stride in 32 bits.
+"""
 
 import ast
 import json
+from typing import Any
 
 import pytest
 import torch
 
 from tests.support.python import ROOT, python
 
+pytest.importorskip("triton")
+from fastformer_kernels.host import plan
+
 CASES = 2  # a launcher, of benchmarks/codegen/cases, each with dozens of variants
 # Their chunks are matrix products.
 UNPLANNED = {"linear_cross_entropy.kernels.forward", "linear_cross_entropy.kernels.backward"}
 
-pytest.importorskip("triton")
+
+def facts_of(program: str, *arguments: str) -> Any:
+    """Run a program of the folder `facts`; return what it prints."""
+    ran = python(f"tests/kernels/facts/{program}.py", *arguments, TRITON_INTERPRET="0", OMP_NUM_THREADS="1")
+    assert ran.returncode == 0, ran.stderr[-3000:]
+    return json.loads(ran.stdout.splitlines()[-1])
+
+
+# ---- plans
 
 
 @pytest.fixture(scope="module")
 def facts():
-    ran = python("tests/kernels/facts/plan_facts.py", str(CASES), TRITON_INTERPRET="0")
-    assert ran.returncode == 0, ran.stderr[-3000:]
-    return json.loads(ran.stdout)
+    return facts_of("plan_facts", str(CASES))
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture
 def launchers(facts):
     return facts["launchers"]
 
@@ -44,7 +58,6 @@ def test_most_calls_are_repeated_from_a_plan(launchers):
 
 def test_what_is_forgotten_is_watched_anew(monkeypatch):
     """Else a part of a launcher that a test replaces would not be asked, where an earlier test made the same call."""
-    plan = pytest.importorskip("fastformer_kernels.host.plan")
     seen = []
 
     def watch(launcher, args, plans, key):
@@ -62,7 +75,6 @@ def test_what_is_forgotten_is_watched_anew(monkeypatch):
 
 
 def test_plans_of_sizes_that_never_repeat_do_not_add_up(monkeypatch):
-    plan = pytest.importorskip("fastformer_kernels.host.plan")
     kept = []
 
     def watch(launcher, args, plans, key):
@@ -81,7 +93,6 @@ def test_plans_of_sizes_that_never_repeat_do_not_add_up(monkeypatch):
 
 def test_tensor_subclasses_have_no_plan(monkeypatch):
     """They have no description, and as part of a key they would stay alive."""
-    plan = pytest.importorskip("fastformer_kernels.host.plan")
     marked = type("Marked", (torch.Tensor,), {})
     monkeypatch.setattr(plan.knobs.runtime, "interpret", False)
     monkeypatch.setattr(plan, "_record_call", lambda *_: pytest.fail("watched"))
@@ -108,3 +119,50 @@ def test_everything_is_launched_by_launch():
         if path.name != "launch.py":
             for node in ast.walk(ast.parse(path.read_text())):
                 assert not (isinstance(node, ast.Call) and isinstance(node.func, ast.Subscript)), (path, node.lineno)
+
+
+# ---- compilations
+
+
+@pytest.fixture(scope="module")
+def compilations():
+    return facts_of("compilation_facts")
+
+
+@pytest.mark.slow
+def test_every_form_is_launched_at_every_length(compilations):
+    assert len(compilations["launches"]) == 21
+    assert all(launches >= 2 * 38 for launches in compilations["launches"].values()), compilations["launches"]
+    assert len(compilations["kernels"]) == 26
+
+
+@pytest.mark.slow
+def test_one_variant_for_all_lengths(compilations):
+    """Each of them first met where the configuration was: a dtype, an option, or a tile that lengths decide on."""
+    for kernel, configurations in compilations["kernels"].items():
+        for configuration, places in configurations.items():
+            assert len(places) == 1, (kernel, configuration, places)
+
+
+@pytest.mark.slow
+def test_tiles_by_length_are_few(compilations):
+    """So many of one form: tiles of three sizes in 16 bits."""
+    for kernel, configurations in compilations["kernels"].items():
+        forms = [places[0].split()[0] for places in configurations.values()]
+        most = {form: forms.count(form) for form in {"projected", "packed"} & set(forms)}
+        assert all(number <= 6 for number in most.values()), (kernel, most)
+
+
+# ---- offsets
+
+
+@pytest.mark.slow
+def test_offsets_are_of_64_bits():
+    """Tensors of more than 2^31 elements: no index is multiplied with a stride in 32 bits; 15 kernels show the rule."""
+    narrow_offsets = facts_of("kernel_facts")
+    faults = {name: bool(broken) for name, broken in narrow_offsets.items() if ".bad_" in name or ".good_" in name}
+    assert len(faults) == 15
+    assert all(is_broken == (".bad_" in name) for name, is_broken in faults.items()), faults
+    kernels = narrow_offsets.keys() - faults.keys()
+    assert {name.split(".")[0] for name in kernels} >= {"linear_cross_entropy", "feed_forward"}
+    assert not {name: narrow_offsets[name] for name in kernels if narrow_offsets[name]}

@@ -1,6 +1,6 @@
 """Facts about the compiler's view of the kernels, found without a GPU; a program, as the interpreter must be off.
 
-python tests/kernels/facts/kernel_facts.py CASES...   # products of indices in 32 bits that end up in an address; JSON
+python tests/kernels/facts/kernel_facts.py   # products of indices in 32 bits that end up in an address; JSON
 
 **Offsets.** A tensor may have 2^31 elements and more, so an index times a stride needs 64 bits. In the first form of a
 kernel that Triton keeps (ttir, helpers inlined, constants folded) the rule is: in 32 bits, nothing that an address
@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 ROOT = Path(__file__).resolve().parents[3]
-sys.path[:0] = [str(ROOT), str(ROOT / "kernels"), str(ROOT / "tests" / "kernels")]
+sys.path[:0] = [str(ROOT), str(ROOT / "kernels")]
 os.environ.pop("TRITON_INTERPRET", None)
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
@@ -159,12 +159,13 @@ def ttir(job) -> str:
         CUDABackend.make_ttgir = before
 
 
-def offsets(package: str) -> dict[str, list[str]]:
-    """Check every launch that the launchers can choose; for each kernel, what breaks the rule."""
+def offsets() -> dict[str, list[str]]:
+    """Check every launch that the launchers can choose, and the deliberate faults; for each, what breaks the rule."""
     from benchmarks.codegen.compilation import find_cases, record
+    from tests.kernels.facts.offset_kernels import offset_cases
 
-    cases, faults = find_cases(package)
-    rows, raised = record(cases, ARCH)
+    cases, faults = find_cases("benchmarks.codegen.cases")
+    rows, raised = record([*cases, *offset_cases()], ARCH)
     if faults or raised:
         raise RuntimeError("\n".join(faults + raised))
     found: dict[str, list[str]] = {}
@@ -179,4 +180,4 @@ def offsets(package: str) -> dict[str, list[str]]:
 
 
 if __name__ == "__main__":
-    print(json.dumps({name: broken for package in sys.argv[1:] for name, broken in offsets(package).items()}))
+    print(json.dumps(offsets()))

@@ -111,7 +111,7 @@ def good_loop(x_ptr, stride, M, BLOCK: tl.constexpr, WIDTH: tl.constexpr):
             tl.store(x_ptr + row.to(tl.int64) * stride + column + tl.arange(0, BLOCK), 0.0)
 
 
-def kernels_cases():
+def offset_cases():
     for name, kernel in list(globals().items()):
         if name.startswith(("bad_", "good_")):
             yield name, lambda kernel=kernel: kernel[(1,)](torch.empty(1, device="meta"), 1000, 1001, 16, 32)

@@ -7,7 +7,7 @@ The order of the data depends on (seed, epoch) only, so a run resumed at batch i
 that the uninterrupted run would have seen. There is no prefetching, because a batch takes only 0.3 ms.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Generic, Literal, TypeVar
 
@@ -28,12 +28,23 @@ B = TypeVar("B", bound=SequenceBatch)
 
 
 class EpochBatches(Generic[B]):
-    """The batches of each epoch, of `count` sequences; raises ``ValueError`` for none."""
+    """The batches of each epoch, of `count` sequences; raises ``ValueError`` for none.
 
-    def __init__(self, count: int, seed: int = 0, shuffle: bool = True) -> None:
+    `divide(order, random)` returns the indices in each batch of sequences in a random order, or in that of the data;
+    `collate` makes a batch of indices.
+    """
+
+    def __init__(
+        self,
+        count: int,
+        divide: Callable[[Ints, np.random.Generator], list[Ints]],
+        collate: Callable[[Ints], B],
+        seed: int = 0,
+        shuffle: bool = True,
+    ) -> None:
         if count == 0:
             raise ValueError("there are no sequences to make batches of")
-        self.seed, self.shuffle, self._count = seed, shuffle, count
+        self.seed, self.shuffle, self._count, self._divide, self._collate = seed, shuffle, count, divide, collate
         self._planned: tuple[int, list[Ints]] | None = None
 
     def plan(self, epoch: int) -> list[Ints]:
@@ -43,13 +54,6 @@ class EpochBatches(Generic[B]):
             order = random.permutation(self._count) if self.shuffle else np.arange(self._count)
             self._planned = epoch, self._divide(order, random)
         return self._planned[1]
-
-    def _divide(self, order: Ints, random: np.random.Generator) -> list[Ints]:
-        """Divide sequences in a random order, or that of the data, into batches."""
-        raise NotImplementedError
-
-    def _collate(self, indices: Ints) -> B:
-        raise NotImplementedError
 
     def batches_in(self, epoch: int) -> int:
         """Return the number of batches of an epoch."""
@@ -142,7 +146,7 @@ class Batches(EpochBatches[Batch]):
         bucket: bool = True,
         packed: bool = True,
     ) -> None:
-        super().__init__(len(pairs), seed, shuffle)
+        super().__init__(len(pairs), self._batches_of, lambda i: collate(pairs.take(i), packed), seed, shuffle)
         if (sentences is None) == (tokens is None):
             raise ValueError(f"give either sentences or tokens, got sentences={sentences} and tokens={tokens}")
         self.pairs, self.sentences, self.tokens, self.bucket, self.packed = pairs, sentences, tokens, bucket, packed
@@ -154,7 +158,7 @@ class Batches(EpochBatches[Batch]):
                 "with eos: raise tokens, or lower max_length"
             )
 
-    def _divide(self, order: Ints, random: np.random.Generator) -> list[Ints]:
+    def _batches_of(self, order: Ints, random: np.random.Generator) -> list[Ints]:
         if self.bucket:  # lexsort is stable: pairs of equal length stay in the order above
             order = order[np.lexsort(self._lengths[:, order])]
         if self.sentences is not None:
@@ -166,22 +170,18 @@ class Batches(EpochBatches[Batch]):
             batches = [batches[i] for i in random.permutation(len(batches))]
         return batches
 
-    def _collate(self, indices: Ints) -> Batch:
-        return collate(self.pairs.take(indices), self.packed)
-
     def padding_share(self, epoch: int = 0) -> float:
         """Return the share of padding in the positions of an epoch's padded batches, both sides (packed: saved)."""
         positions = sum(len(batch) * int(self._lengths[:, batch].max(1).sum()) for batch in self.plan(epoch))
         return 1 - int(self._lengths.sum()) / positions
 
 
-class SampledBatches(EpochBatches[Batch]):
+class SampledBatches:
     """Batches of sentence pairs whose pieces are drawn anew each epoch: subword regularisation, or BPE dropout.
 
     The pieces depend on (seed, epoch) only, so that a resumed run sees those of the uninterrupted one: in every process
-    with sentencepiece up to 0.2.1, in one process with later versions, of which a warning tells.
-
-    Arguments and errors are as of `encode_pairs` and `Batches`; no pair is longer than `tokens`.
+    with sentencepiece up to 0.2.1, in one process with later versions, of which a warning tells. Arguments and errors
+    are as of `encode_pairs` and `Batches`; no pair is longer than `tokens`.
     """
 
     def __init__(
@@ -195,7 +195,6 @@ class SampledBatches(EpochBatches[Batch]):
         too_long: Literal["drop", "truncate"] = "drop",
         **options: Any,
     ) -> None:
-        super().__init__(len(corpus), options.get("seed", 0))
         warn_of_salted_sampling()
         longest = min(max_length, options.get("tokens") or max_length)
         self._encoding = corpus, source_tokenizer, target_tokenizer, longest, too_long, sampling
@@ -203,7 +202,7 @@ class SampledBatches(EpochBatches[Batch]):
         self._drawn = self._draw(0)
 
     def _draw(self, epoch: int) -> tuple[int, Batches]:
-        seed_sampling(self.seed, epoch)
+        seed_sampling(self._options.get("seed", 0), epoch)
         return epoch, Batches(encode_pairs(*self._encoding), **self._options)
 
     def _batches(self, epoch: int) -> Batches:
@@ -211,10 +210,12 @@ class SampledBatches(EpochBatches[Batch]):
             self._drawn = self._draw(epoch)
         return self._drawn[1]
 
-    def plan(self, epoch: int) -> list[Ints]:
-        return self._batches(epoch).plan(epoch)
+    def batches_in(self, epoch: int) -> int:
+        """Return the number of batches of an epoch."""
+        return self._batches(epoch).batches_in(epoch)
 
     def epoch(self, epoch: int, start: int = 0) -> Iterator[Batch]:
+        """Yield the batches of an epoch, from number `start` on."""
         return self._batches(epoch).epoch(epoch, start)
 
 
@@ -278,17 +279,11 @@ class LanguageBatches(EpochBatches[LanguageBatch]):
     def __init__(
         self, documents: EncodedDocuments, *, context: int, tokens: int, seed: int = 0, shuffle: bool = True
     ) -> None:
-        self.pieces = cut_documents(documents, context)
-        super().__init__(len(self.pieces), seed, shuffle)
+        pieces = cut_documents(documents, context)
         if tokens < context:
             raise ValueError(f"tokens={tokens} is less than context={context}: a batch must hold at least one piece")
-        self.context, self.tokens = context, tokens
-
-    def _divide(self, order: Ints, random: np.random.Generator) -> list[Ints]:
-        return _divide_by_tokens(order, self.pieces.lengths[None], self.tokens)
-
-    def _collate(self, indices: Ints) -> LanguageBatch:
-        return self.pieces.collate(indices)
+        divide = lambda order, _: _divide_by_tokens(order, pieces.lengths[None], tokens)  # noqa: E731
+        super().__init__(len(pieces), divide, pieces.collate, seed, shuffle)
 
 
 class ColumnBatches(EpochBatches[LanguageBatch]):
@@ -309,15 +304,8 @@ class ColumnBatches(EpochBatches[LanguageBatch]):
         begins = np.arange(0, rows - 1, context)  # of the windows, in each column
         starts = begins[:, None] + rows * np.arange(columns)  # [windows, columns]
         lengths = np.minimum(context, rows - 1 - begins)
-        self.pieces = Pieces(stream.astype(np.int32), starts.reshape(-1), np.repeat(lengths, columns))
-        super().__init__(len(self.pieces), shuffle=False)
-        self.columns = columns
-
-    def _divide(self, order: Ints, random: np.random.Generator) -> list[Ints]:
-        return _divide_by_count(order, self.columns)
-
-    def _collate(self, indices: Ints) -> LanguageBatch:
-        return self.pieces.collate(indices)
+        pieces = Pieces(stream.astype(np.int32), starts.reshape(-1), np.repeat(lengths, columns))
+        super().__init__(len(pieces), lambda order, _: _divide_by_count(order, columns), pieces.collate, shuffle=False)
 
 
 class LabelledBatches(EpochBatches[LabelledBatch]):
@@ -330,16 +318,13 @@ class LabelledBatches(EpochBatches[LabelledBatch]):
     def __init__(
         self, sequences: Sequences, labels: Sequences | Ints, *, size: int, seed: int = 0, shuffle: bool = True
     ) -> None:
-        super().__init__(len(sequences), seed, shuffle)
+        super().__init__(len(sequences), lambda order, _: _divide_by_count(order, size), self._batch_of, seed, shuffle)
         lengths = labels.lengths if isinstance(labels, Sequences) else sequences.lengths
         if len(labels) != len(sequences) or (lengths != sequences.lengths).any():
             raise ValueError("labels must be one for each sequence, or one for each token of each sequence")
-        self.sequences, self.labels, self.size = sequences, labels, size
+        self.sequences, self.labels = sequences, labels
 
-    def _divide(self, order: Ints, random: np.random.Generator) -> list[Ints]:
-        return _divide_by_count(order, self.size)
-
-    def _collate(self, indices: Ints) -> LabelledBatch:
+    def _batch_of(self, indices: Ints) -> LabelledBatch:
         chosen = self.sequences.take(indices)
         labels = self.labels.take(indices).ids if isinstance(self.labels, Sequences) else self.labels[indices]
         # "same_kind" refuses labels that are no integers.

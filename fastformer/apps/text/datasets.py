@@ -1,9 +1,8 @@
 """Prepare and open datasets by name, from files on this machine: nothing is downloaded.
 
-`prepare` recognises the files of a distribution in a folder, counts them, and writes plain UTF-8 text under fixed
-names: `train.en`, `valid.en`, `test.en`, …, or `train.txt` and so on. `open_dataset` reads two of the languages as
-corpora, `open_text_dataset` text. A wrong count is an error for a corpus with one published form; for Europarl, which
-is often used in part, it is a note in the report.
+A prepared folder has plain UTF-8 text under fixed names: `train.en`, `valid.en`, `test.en`, …, or `train.txt` and so
+on. A wrong count is an error for a corpus with one published form; for Europarl, which is often used in part, it is a
+note in the report.
 """
 
 import re
@@ -118,8 +117,8 @@ def prepare(name: str, from_path: str | Path, to_folder: str | Path) -> str:
     """Check the files of a dataset in the folder `from_path` and write them as plain text into a new folder.
 
     Returns a report to be shown: lines and tokens of each file, notes, and the licence notice. Raises ``ValueError``
-    for an unknown name, or a folder that is not empty, ``FileNotFoundError`` if a file is missing, and ``TextError`` if
-    a file differs from the published one.
+    for an unknown name or a folder that is not empty, ``FileNotFoundError`` and ``TextError`` for missing and wrong
+    files.
     """
     check_value("dataset", name, str, choices=DATASETS)
     origin, folder = Path(from_path), Path(to_folder)
@@ -152,10 +151,8 @@ def open_dataset(
 ) -> tuple[ParallelCorpus, ...]:
     """Read training, validation and test pairs of a prepared folder.
 
-    limit: the most training pairs, the first ones; None: all. Europarl's are in random order.
-
-    Raises ``FileNotFoundError`` for a folder without files of a language, ``ValueError`` for equal languages, and
-    ``TextError`` if a file is damaged.
+    limit: the most training pairs, the first ones; None: all. Europarl's are in random order. Raises
+    ``FileNotFoundError`` for a folder without files of a language, and ``ValueError`` for equal languages.
     """
     if source_language == target_language:
         raise ValueError(f"the languages must be two different ones, not {source_language!r} twice")
@@ -164,10 +161,6 @@ def open_dataset(
 
 
 def open_text_dataset(folder: str | Path, document: DocumentKind | None = None) -> tuple[TextCorpus, ...]:
-    """Read training, validation and test text of a prepared folder.
-
-    document: what counts as a document; None: an article. Raises ``FileNotFoundError`` for a folder without text, and
-    ``TextError`` if a file is damaged.
-    """
+    """Read training, validation and test text of a prepared folder; `document` as of `read_text`, None: an article."""
     paths = _prepared(folder, "txt")
     return tuple(read_text(path, document or "article", name) for name, [path] in zip(SPLITS, paths, strict=True))

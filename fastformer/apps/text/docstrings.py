@@ -1,9 +1,8 @@
 """Collect the docstrings of the installed Python and torch: English prose on every machine, without network.
 
-Files are parsed with `ast` and never imported. Each docstring of a module, class or function becomes one line, one
-document; a docstring that several files share counts once. A file belongs to training, validation or test by a hash of
-its path, so that the three corpora share no file and do not change when other files come or go. The text depends on
-the installed versions only.
+Files are parsed with `ast` and never imported. Each docstring becomes one line, one document, and counts once if files
+share it. A file belongs to training, validation or test by a hash of its path, so that the corpora share no file and do
+not change when other files come or go.
 """
 
 import ast

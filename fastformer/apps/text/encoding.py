@@ -61,16 +61,11 @@ class Sequences:
 
     def with_special(self, first: int | None = None, last: int | None = None) -> tuple[Ints, Ints]:
         """Return all sequences, each with an id before or after it: ids int64 [total + count], lengths [count]."""
-        lengths = self.lengths + (first is not None) + (last is not None)
-        offsets = _offsets(lengths)
-        ids = np.empty(offsets[-1], np.int64)
-        real = np.ones(len(ids), bool)
-        for special, places in ((first, offsets[:-1]), (last, offsets[1:] - 1)):
-            if special is not None:
-                ids[places] = special
-                real[places] = False
-        ids[real] = self.ids
-        return ids, lengths
+        places = ((first, self.offsets[:-1]), (last, self.offsets[1:]))
+        added = [(special, offsets) for special, offsets in places if special is not None]
+        positions = np.stack([offsets for _, offsets in added], axis=1).reshape(-1)
+        ids = np.insert(self.ids.astype(np.int64), positions, [special for special, _ in added] * len(self))
+        return ids, self.lengths + len(added)
 
 
 def _offsets(lengths: Ints) -> Ints:

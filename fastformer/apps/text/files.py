@@ -34,10 +34,7 @@ class TextError(ValueError):
 
 
 def iterate_lines(path: str | Path) -> Iterator[str]:
-    """Yield the lines of `read_lines` one by one; raises the same errors, once it reaches the line.
-
-    The file may be a pipe, such as a shell's process substitution.
-    """
+    """Yield the lines of `read_lines` one by one, from a pipe too; raises the same errors, once it reaches the line."""
     path = Path(path)
     format, line = "", None
     try:
@@ -139,10 +136,7 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def write_lines(path: str | Path, lines: Iterable[str]) -> None:
-    """Write lines as UTF-8 with a final newline, atomically.
-
-    Raises ``TextError`` for a line that holds a newline or half of a surrogate pair.
-    """
+    """Write lines as UTF-8, atomically; raises ``TextError`` for one that has a newline or half of a surrogate pair."""
     encoded = []
     for number, line in enumerate(lines, start=1):
         if "\n" in line:
@@ -155,8 +149,7 @@ def write_texts(path: str | Path, texts: Iterable[str]) -> None:
     """Write texts as UTF-8, each with a final newline as soon as it is available.
 
     They are written to NAME.partial, which is renamed to `path` at the end and stays, with a warning, if an error or an
-    interrupt ends the texts. Open files (/dev/stdout), devices and pipes are written to directly. Raises ``TextError``
-    for half of a surrogate pair.
+    interrupt ends the texts. Open files, devices and pipes are written to directly.
     """
     path = Path(path)
     with replacing(path, partial=True) as file:

@@ -1,12 +1,9 @@
 """The embedded corpus: numbers in words, English to French and to German, from grammars in this module.
 
-It needs no network and no licence, a translation is either right or wrong, and the task has real difficulties: French
-counts in scores, has agreement (`quatre-vingts` but `quatre-vingt-un` and `quatre-vingt mille`) and drops the `un` of
-`mille`; German puts the units before the tens and changes `eins` to `ein` inside a number.
-
-English is without `and` and with hyphens (American usage). French has the traditional spelling, before the reform of
-1990: hyphens only between tens and units below one hundred, none beside `et`. German is one lower-case word below a
-million, so that subword pieces have to separate the words.
+It needs no network, a translation is either right or wrong, and there is real grammar: French counts in scores, has
+agreement (`quatre-vingts` but `quatre-vingt-un` and `quatre-vingt mille`) and drops the `un` of `mille`; German puts
+the units before the tens and changes `eins` to `ein` inside a number. English is without `and` and with hyphens, French
+has the spelling before the reform of 1990, German is one lower-case word.
 """
 
 import random
@@ -112,10 +109,9 @@ def number_corpus(
 ) -> tuple[ParallelCorpus, ...]:
     """Return training, validation and test pairs of English numbers and translations into `language` ("fr" or "de").
 
-    No number is in two corpora. Training has every number below 1,000 (below ``train // 2`` if that is less), so that
-    each component of a number occurs in it. All other numbers are drawn from 1,000 to 999,999, each count of digits
-    equally often as long as there are such numbers. Half of them have many zeros, because numbers such as 500,002 would
-    hardly occur in a uniform draw. The corpora depend on the arguments only.
+    No number is in two corpora. Training has every number below 1,000 (below ``train // 2`` if that is less). All other
+    numbers have four to six digits, each count of digits equally often as long as there are such numbers. Half of them
+    have many zeros, because numbers such as 500,002 would hardly occur in a uniform draw.
 
     Raises ``ValueError`` for an unknown language, and for more pairs than there are numbers.
     """
@@ -130,12 +126,6 @@ def number_corpus(
     )
 
 
-def _with_zeros(number: int, generator: random.Random) -> int:
-    """Return the number with each digit but the first replaced by 0 with probability 1/2."""
-    digits = str(number)
-    return int(digits[0] + "".join(digit if generator.random() < 0.5 else "0" for digit in digits[1:]))
-
-
 def _draw(count: int, generator: random.Random) -> list[int]:
     """Return distinct numbers of four to six digits in random order."""
     if count > LIMIT - 1000:
@@ -145,9 +135,10 @@ def _draw(count: int, generator: random.Random) -> list[int]:
         numbers = range(10 ** (digits - 1), 10**digits)
         share = (count - len(drawn)) // (7 - digits) if digits < 6 else count - len(drawn)
         share = min(share, len(numbers))
-        # A dictionary keeps the order, and each number once.
-        distinct = dict.fromkeys(_with_zeros(n, generator) for n in generator.sample(numbers, share // 2))
-        distinct |= dict.fromkeys(generator.sample(numbers, share))
+        # A dictionary keeps the order, and each number once. Digits but the first become 0 with probability 1/2.
+        half = [str(n) for n in generator.sample(numbers, share // 2)]
+        zeroed = [n[0] + "".join(digit if generator.random() < 0.5 else "0" for digit in n[1:]) for n in half]
+        distinct = dict.fromkeys(map(int, zeroed)) | dict.fromkeys(generator.sample(numbers, share))
         drawn += list(distinct)[:share]
     generator.shuffle(drawn)
     return drawn

@@ -1,20 +1,14 @@
-"""`SentencePieceTokenizer`, and its training in memory on exactly the given lines; `MarianTokenizer`.
-
-So validation text cannot be included through a folder or a concatenated file. Training reads every line, and the number
-of threads is constant, so the same lines give the same model.
-"""
+"""`SentencePieceTokenizer`, and its training in memory on exactly the given lines; `MarianTokenizer`."""
 
 import io
 import logging
 import re
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 
 import numpy as np
 import sentencepiece
-
-from fastformer.settings import check_value
 
 from .files import TextError, check_texts, encode_text, read_file, read_json
 from .tokenizer import BOS, EOS, MODEL_FILE, PAD, PIECES_FILE, UNK, SpecialIds, Tokenizer, json_bytes
@@ -45,7 +39,7 @@ def _open_model(model: bytes) -> sentencepiece.SentencePieceProcessor:
 class SentencePieceTokenizer(Tokenizer):
     """A trained sentencepiece model and its special ids; see `train_sentencepiece` and `load_tokenizer`.
 
-    `model` is the serialised model. Raises ``TextError`` if it is not one, or not all of its special ids are set.
+    Raises ``TextError`` if `model` is no serialised model, or not all of its special ids are set.
     """
 
     kind = "sentencepiece"
@@ -124,13 +118,10 @@ def train_sentencepiece(
     ``fastformer`` that names both sizes. The result depends on the arguments only. A word of more than 1,000
     characters counts as several. Each of the `symbols`, such as `<2de>`, is always one piece.
 
-    Raises ``ValueError`` for a wrong argument, and ``TextError`` if there is no text or `vocabulary_size` is too
-    small for the characters that must be covered.
+    Raises ``ValueError`` for a special id that is not below `vocabulary_size`, and ``TextError`` if there is no text,
+    `vocabulary_size` is too small for the characters to cover, or sentencepiece refuses an argument.
     """
     check_texts("lines", lines)
-    check_value("model_type", model_type, str, choices=get_args(ModelType))
-    check_value("vocabulary_size", vocabulary_size, int, at_least=5)  # four special symbols and a piece
-    check_value("character_coverage", character_coverage, float, at_least=0.98, at_most=1)
     special_ids = (special_ids or SpecialIds()).distinct()
     if (highest := max(special_ids.names())) >= vocabulary_size:
         raise ValueError(f"special id {highest} is beyond vocabulary_size {vocabulary_size}")

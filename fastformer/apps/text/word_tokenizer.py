@@ -1,9 +1,7 @@
 """`WordTokenizer`: one id for each word, `<unk>` for unknown words.
 
-For tokenised corpora (WikiText-2: split at spaces) and for classical word-level translation (split at punctuation).
-Words are simple and readable, but some are unknown; sentencepiece has no unknown words. The punctuation rule is for
-scripts with spaces between words. Text that looks like a special symbol never becomes one, except `<unk>`, which
-WikiText contains.
+For tokenised corpora (WikiText-2: split at spaces) and for word-level translation (split at punctuation, in scripts
+with spaces). Text that looks like a special symbol never becomes one, except `<unk>`, which WikiText contains.
 """
 
 import re
@@ -54,8 +52,7 @@ def join_words(words: Sequence[str]) -> str:
 class WordTokenizer(Tokenizer):
     """A list of words with their ids; build it with `from_lines`, on the training split only.
 
-    `words` is the table in id order with the special symbols at their ids. Raises ``TextError`` if the table does not
-    fit the special ids, or a word holds half of a surrogate pair.
+    `words` is the table in id order with the special symbols at their ids; ``TextError`` if it is not.
     """
 
     kind = "word"
@@ -92,12 +89,9 @@ class WordTokenizer(Tokenizer):
     ) -> Self:
         """Build the table of the words in `lines`, the most frequent first (ties in alphabetical order).
 
-        `maximum_size` includes the four special symbols. Raises ``ValueError`` for a frequency < 1 or a size <= 4,
-        ``TextError`` if no word is left.
+        `maximum_size` includes the four special symbols. Raises ``TextError`` if no word is left.
         """
         check_texts("lines", lines)
-        check_value("minimum_frequency", minimum_frequency, int, at_least=1)
-        check_value("maximum_size", maximum_size, int | None, above=4)  # four special symbols
         special_ids = (special_ids or SpecialIds()).distinct()
         names = special_ids.names()
         texts = (line.lower() if lowercase else line for line in lines)

@@ -16,7 +16,6 @@ from fastformer.apps.pretrained import to_transformers
 from fastformer.apps.text import WordTokenizer
 from fastformer.apps.translation.model import TranslationModel
 
-POSITIONS = 256
 NAMES = {
     TranslationModel: {"transformers": "transformers, Marian generate", "ctranslate2": "CTranslate2"},
     LanguageModel: {"transformers": "GPT-2 of transformers", "ctranslate2": "CTranslate2"},
@@ -71,7 +70,7 @@ def _ctranslate2(
     device = model.output.weight.device.type
     threads = {"inter_threads": 1, "intra_threads": 1}
     if isinstance(model, TranslationModel):
-        export_ctranslate2(folder / "model", model, [words, words], positions=POSITIONS)
+        export_ctranslate2(folder / "model", model, [words, words])
         pieces = [words.pieces(ids[:-1]) for ids in prompts]  # CTranslate2 adds the eos
         options |= {"max_decoding_length": tokens, "min_decoding_length": tokens, "length_penalty": 0.0}
     else:

@@ -21,6 +21,7 @@ from fastformer.nn.activations import is_gated
 from fastformer.nn.projections import QK_EPS, Projections
 from fastformer.settings import check_value
 
+_POSITIONS = 2048  # sinusoidal ones that are written; learned ones are written as they are
 _ACTIVATIONS = {
     "relu": "RELU",
     "gelu": "GELU",
@@ -38,7 +39,6 @@ def export_ctranslate2(
     model: Any,
     tokenizers: Sequence[Tokenizer],
     quantization: Quantization = "float32",
-    positions: int = 2048,
 ) -> None:
     """Write a model that `ctranslate2.Translator` or `ctranslate2.Generator` loads, and the tokenizers beside it.
 
@@ -47,14 +47,13 @@ def export_ctranslate2(
         model: a `TranslationModel` or `LanguageModel`.
         tokenizers: source and target of a translation model, or the one of a language model.
         quantization: the type of the stored weights; see CTranslate2's documentation.
-        positions: how many sinusoidal positions to write; learned ones are written as they are.
 
     Raises:
         ImportError: ctranslate2 is not installed.
         FileExistsError: the folder exists and is not empty.
         TypeError: the model belongs to no application.
-        ValueError: CTranslate2 has no such model or layers, quantization is unknown, positions is below 1, or the
-            number of tokenizers is wrong.
+        ValueError: CTranslate2 has no such model or layers, quantization is unknown, or the number of tokenizers is
+            wrong.
     """
     application = application_for(model, tokenizers)
     if application.kind not in _SPECS:
@@ -64,10 +63,9 @@ def export_ctranslate2(
     except ImportError as error:
         raise ImportError("export to CTranslate2 needs ctranslate2: pip install 'fastformer[ctranslate2]'") from error
     check_value("quantization", quantization, str, choices=get_args(Quantization))
-    check_value("positions", positions, int, at_least=1)
     c = model.config
     vocabularies = [tokenizer.pieces(range(tokenizer.size)) for tokenizer in tokenizers]
-    spec = _SPECS[application.kind](model, specs, _settings(c, specs), vocabularies, positions)
+    spec = _SPECS[application.kind](model, specs, _settings(c, specs), vocabularies)
     target = vocabularies[-1]
     _linear(spec.decoder.projection, model.output.weight, model.output.bias)
     spec.config.unk_token = target[tokenizers[-1].unk_id]
@@ -80,17 +78,15 @@ def export_ctranslate2(
         application.save_tokenizers(new, tokenizers)
 
 
-def _translation(
-    model: Any, specs: Any, settings: dict[str, Any], vocabularies: list[list[str]], positions: int
-) -> Any:
+def _translation(model: Any, specs: Any, settings: dict[str, Any], vocabularies: list[list[str]]) -> Any:
     if model.config.qk_norm:  # CTranslate2 4.8 leaves it out of cross-attention without an error
         raise ValueError("CTranslate2 has no cross-attention with qk_norm")
     heads = model.config.heads
     encoder = specs.TransformerEncoderSpec(len(model.encoder.layers), heads, **settings)
     decoder = specs.TransformerDecoderSpec(len(model.decoder.layers), heads, **settings)
     spec = specs.TransformerSpec(encoder, decoder)
-    _embedding(spec.encoder.embeddings[0], spec.encoder, model.source_embedding, positions)
-    _embedding(spec.decoder.embeddings, spec.decoder, model.target_embedding, positions)
+    _embedding(spec.encoder.embeddings[0], spec.encoder, model.source_embedding)
+    _embedding(spec.decoder.embeddings, spec.decoder, model.target_embedding)
     _stack(spec.encoder, model.encoder)
     _stack(spec.decoder, model.decoder)
     source, target = vocabularies
@@ -101,11 +97,11 @@ def _translation(
     return spec
 
 
-def _language(model: Any, specs: Any, settings: dict[str, Any], vocabularies: list[list[str]], positions: int) -> Any:
+def _language(model: Any, specs: Any, settings: dict[str, Any], vocabularies: list[list[str]]) -> Any:
     layers = len(model.decoder.layers)
     decoder = specs.TransformerDecoderSpec(layers, model.config.heads, with_encoder_attention=False, **settings)
     spec = specs.TransformerDecoderModelSpec(decoder)
-    _embedding(spec.decoder.embeddings, spec.decoder, model.embedding, positions)
+    _embedding(spec.decoder.embeddings, spec.decoder, model.embedding)
     _stack(spec.decoder, model.decoder)
     spec.register_vocabulary(*vocabularies)
     return spec
@@ -164,19 +160,15 @@ def _norm(spec: Any, norm: nn.Module) -> None:
         spec.beta = _array(torch.zeros_like(weight) if bias is None else bias)  # type: ignore[arg-type]
 
 
-def _embedding(spec: Any, stack: Any, embedding: Embedding, positions: int) -> None:
+def _embedding(spec: Any, stack: Any, embedding: Embedding) -> None:
     spec.weight = _array(embedding.tokens.weight)
     stack.scale_embeddings = embedding.scale != 1.0
     if hasattr(stack, "position_encodings"):
-        stack.position_encodings.encodings = _array(_positions(embedding, positions))
-
-
-def _positions(embedding: Embedding, positions: int) -> Tensor:
-    width = embedding.tokens.embedding_dim
-    if not embedding.adds_positions:
-        return torch.zeros(positions, width)
-    learned = embedding.positions
-    return sinusoidal_positions(positions, width, halves=embedding.halves) if learned is None else learned.weight
+        if embedding.positions is not None:
+            table = embedding.positions.weight
+        else:
+            table = sinusoidal_positions(_POSITIONS, embedding.tokens.embedding_dim, halves=embedding.halves)
+        stack.position_encodings.encodings = _array(table * embedding.adds_positions)
 
 
 def _stack(spec: Any, stack: Any) -> None:

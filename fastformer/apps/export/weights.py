@@ -1,7 +1,6 @@
 """Export a model as safetensors, with its settings as JSON and its tokenizers."""
 
 import json
-import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -43,14 +42,9 @@ def export_safetensors(
 
 @contextmanager
 def export_folder(folder: Path | str) -> Iterator[Path]:
-    """Yield a temporary folder, which is renamed to `folder` when the block ends.
-
-    Raises FileExistsError if the folder is not empty, or is the current one.
-    """
-    folder = Path(os.path.realpath(folder))
+    """Yield a temporary folder, which is renamed to `folder` when the block ends; FileExistsError if that has files."""
+    folder = Path(folder).resolve()
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise FileExistsError(f"{folder} exists already; choose another folder")
-    if folder == Path.cwd():
-        raise FileExistsError(f"{folder} is the folder that you are in, and would be replaced; choose another")
     with new_folder(folder) as temporary:
         yield temporary

@@ -105,7 +105,7 @@ def score(
     if len(sources) != len(targets):
         raise ValueError(f"{source} has {len(sources):,} lines but {target} has {len(targets):,}; they must be pairs")
     translator = load_translator(run, checkpoint, choose_device(device))
-    scores = translator.score_each(sources, targets, batch_size)
+    scores = translator.score(sources, targets, batch_size)
     put_lines((f"{log_p:.4f}\t{n}\t{math.exp(min(-log_p / n, 700.0)):.4f}" for log_p, n in scores), output)
 
 

@@ -65,18 +65,11 @@ class TranslationConfig(ModelSettings):
     @property
     def matrix_numbers(self) -> int:
         """The number of elements in all weight matrices: every parameter except biases and norms."""
-        source = {
-            "shared": 0,
-            "tied": self.source_vocabulary,
-            "separate": self.source_vocabulary + self.target_vocabulary,
-        }
-        positions = 2 * self.max_positions if self.positions == "learned" else 0
-        rows = source[self.embeddings] + self.target_vocabulary + positions
-        encoder, decoder = (
-            self.numbers_in_layers(self.encoder_layers),
-            self.numbers_in_layers(self.decoder_layers, True),
-        )
-        return rows * self.d_model + encoder + decoder
+        rows = self.target_vocabulary * (2 if self.embeddings == "separate" else 1)
+        rows += self.source_vocabulary * (self.embeddings != "shared")
+        rows += 2 * self.max_positions * (self.positions == "learned")
+        layers = self.numbers_in_layers(self.encoder_layers) + self.numbers_in_layers(self.decoder_layers, True)
+        return rows * self.d_model + layers
 
 
 class TranslationModel(nn.Module):
@@ -100,12 +93,9 @@ class TranslationModel(nn.Module):
     def tied(self) -> list[tuple[nn.Module, nn.Module]]:
         """Return pairs (module, source) of modules that share a weight: the module takes that of the source."""
         source = self.target_embedding.tokens
-        tied_modules: dict[str, list[nn.Module]] = {
-            "separate": [],
-            "tied": [self.output],
-            "shared": [self.source_embedding.tokens, self.output],
-        }
-        return [(module, source) for module in tied_modules[self.config.embeddings]]
+        modules: list[nn.Module] = [self.source_embedding.tokens] if self.config.embeddings == "shared" else []
+        modules += [] if self.config.embeddings == "separate" else [self.output]
+        return [(module, source) for module in modules]
 
     def encode(self, source: Tensor, source_lengths: Tensor | Layout) -> tuple[Tensor, Layout]:
         """Encode source ids, packed `[S]` or padded `[B, S]`; return packed memory `[S, D]` and the layout."""

@@ -5,7 +5,7 @@ Letters: L layers, H heads, T target positions, S source positions.
 
 import logging
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Literal, get_args
 
@@ -18,7 +18,7 @@ from fastformer.apps.plots.attention_maps import AttentionMaps
 from fastformer.apps.text import EncodedPairs, Sequences, Tokenizer, collate, collate_source, encode_source
 from fastformer.apps.text.files import check_texts
 from fastformer.apps.translation.model import TranslationModel
-from fastformer.apps.translation.search import Hypothesis, SearchOptions, beam_search
+from fastformer.apps.translation.search import SearchOptions, beam_search
 from fastformer.host.devices import device_of, send
 from fastformer.settings import check_value
 
@@ -86,11 +86,19 @@ class Translator:
         options = options or SearchOptions()
         check_value("batch_size", batch_size, int, at_least=1)
         check_texts("sentences", sentences)
+        self.model.eval()  # it may have been trained on since the last call
+        sequences, streams = self.encode(sentences), RandomStreams(options.seed)
         results: list[list[Translation]] = [[Translation("", 0.0, 0.0)] for _ in sentences]
-        for indices, batch in self._search(sentences, options, batch_size):
-            for index, hypotheses in zip(indices, batch, strict=True):
-                results[index] = [
-                    Translation(self.target_tokenizer.decode(h.ids), h.log_probability, h.score) for h in hypotheses
+        order = sorted(np.flatnonzero(sequences.lengths).tolist(), key=lambda i: -sequences.lengths[i])
+        for start in range(0, len(order), batch_size):
+            indices = order[start : start + batch_size]
+            batch = [sequences[i] for i in indices]
+            ids, lengths = collate_source(batch, self.source_tokenizer.special_ids)
+            (ids,) = send(device_of(self.model), ids)
+            draws = streams.take(batch) if options.sample else ()
+            for i, best in zip(indices, beam_search(self.model, ids, lengths, options, draws), strict=True):
+                results[i] = [
+                    Translation(self.target_tokenizer.decode(h.ids), h.log_probability, h.score) for h in best
                 ]
         return results
 
@@ -101,61 +109,37 @@ class Translator:
             logger.warning("%d of %d sentences cut to %d tokens", cut, len(sentences), self.max_source_length)
         return sequences
 
-    def _search(
-        self, sentences: Sequence[str], options: SearchOptions, batch_size: int
-    ) -> Iterator[tuple[list[int], list[list[Hypothesis]]]]:
-        self.model.eval()  # it may have been trained on since the last call
-        sequences = self.encode(sentences)
-        lengths = sequences.lengths
-        order = sorted((i for i in range(len(sequences)) if lengths[i]), key=lambda i: -lengths[i])
-        device, streams = device_of(self.model), RandomStreams(options.seed)
-        for start in range(0, len(order), batch_size):
-            indices = order[start : start + batch_size]
-            ids, source_lengths = collate_source([sequences[i] for i in indices], self.source_tokenizer.special_ids)
-            (ids,) = send(device, ids)
-            draws = streams.take([sequences[i] for i in indices]) if options.sample else ()
-            yield indices, beam_search(self.model, ids, source_lengths, options, draws)
-
+    @torch.inference_mode()
     def score(self, sources: Sequence[str], targets: Sequence[str], batch_size: int = 64) -> list[tuple[float, int]]:
         """Return (log probability in nats, tokens with eos) of each pair of a source and a translation.
 
         Raises:
             ValueError: the numbers of sentences differ, or a sentence has no token or more than `max_source_length`.
         """
-        return list(self.score_each(sources, targets, batch_size))
-
-    def score_each(
-        self, sources: Sequence[str], targets: Sequence[str], batch_size: int = 64
-    ) -> Iterator[tuple[float, int]]:
-        """Yield what `score` returns; a batch is computed when its first pair is requested."""
         check_value("batch_size", batch_size, int, at_least=1)
         check_texts("sources", sources)
         check_texts("targets", targets)
         if len(sources) != len(targets):
             raise ValueError(f"{len(sources)} sources and {len(targets)} targets")
-        if not sources:
-            return iter(())
+        first, second = self.source_tokenizer, self.target_tokenizer
         pairs = EncodedPairs(
-            self._encode_uncut("source", sources, self.source_tokenizer),
-            self._encode_uncut("target", targets, self.target_tokenizer),
-            self.source_tokenizer.special_ids,
-            self.target_tokenizer.special_ids,
+            self._encode_uncut("source", sources, first),
+            self._encode_uncut("target", targets, second),
+            first.special_ids,
+            second.special_ids,
         )
-        return self._scores(pairs, batch_size)
-
-    @torch.inference_mode()
-    def _scores(self, pairs: EncodedPairs, batch_size: int) -> Iterator[tuple[float, int]]:
         self.model.eval()
-        device = device_of(self.model)
+        scores = []
         for start in range(0, len(pairs), batch_size):
-            end = min(start + batch_size, len(pairs))
-            batch = collate(pairs.take(np.arange(start, end))).to(device)
+            indices = np.arange(start, min(start + batch_size, len(pairs)))
+            batch = collate(pairs.take(indices)).to(device_of(self.model))
             source, target = layouts_of(batch, "source_lengths", "target_lengths")
             hidden = self.model(batch.source, source, batch.target_in, target)
             log_p = self.model.logits(hidden).float().log_softmax(-1)
             chosen = log_p.gather(1, batch.target_out[:, None]).squeeze(1).cpu()
-            sentences = torch.split(chosen, batch.target_lengths.tolist())
-            yield from [(math.fsum(x.tolist()), len(x)) for x in sentences]
+            by_sentence = torch.split(chosen, batch.target_lengths.tolist())
+            scores += [(math.fsum(x.tolist()), len(x)) for x in by_sentence]
+        return scores
 
     def _encode_uncut(self, side: str, sentences: Sequence[str], tokenizer: Tokenizer) -> Sequences:
         """Encode sentences; raise ValueError for an empty one, or one that would be cut."""
@@ -189,11 +173,7 @@ class SentenceAttention:
         layer: int | Literal["all"] | None = None,
         head: int | Literal["all", "mean"] = "all",
     ) -> "Figure":
-        """Draw cross-attention, or self-attention of the encoder or the decoder; layer and head: see `AttentionMaps`.
-
-        Raises:
-            ValueError: there is no such kind, layer or head.
-        """
+        """Draw cross-attention, or self-attention of the encoder or the decoder; further as `AttentionMaps.figure`."""
         check_value("kind", kind, str, choices=get_args(Kind))
         return self.maps[kind].figure(layer, head)
 
@@ -220,19 +200,15 @@ def attend(translator: Translator, source: str, target: str | None = None) -> Se
         target = tokenizer.decode(output)
     else:
         output = tokenizer.encode(target)
-    longest = model.config.longest
-    if longest is not None and len(output) + 1 > longest:
-        raise ValueError(f"target must have at most {longest - 1} tokens, not {len(output)}")
     weights = model.attention_maps(packed, torch.tensor([tokenizer.bos_id, *output], device=device))
     sources = translator.source_tokenizer.pieces(packed.tolist())
-    inputs, outputs = (tokenizer.pieces(i) for i in ([tokenizer.bos_id, *output], [*output, tokenizer.eos_id]))
-    tokens = {
-        "encoder": (sources, sources, ("source token looked at", "source token")),
-        "decoder": (inputs, outputs, ("target token read", "target token written")),
-        "cross": (sources, outputs, ("source token", "target token")),
-    }
+    read, written = (tokenizer.pieces(i) for i in ([tokenizer.bos_id, *output], [*output, tokenizer.eos_id]))
     maps = {
-        kind: AttentionMaps((f"{kind} attention", f"{source} -> {target}"), weights[kind].cpu(), *each)
-        for kind, each in tokens.items()
+        kind: AttentionMaps((f"{kind} attention", f"{source} -> {target}"), weights[kind].cpu(), keys, queries, names)
+        for kind, keys, queries, names in (
+            ("encoder", sources, sources, ("source token looked at", "source token")),
+            ("decoder", read, written, ("target token read", "target token written")),
+            ("cross", sources, written, ("source token", "target token")),
+        )
     }
     return SentenceAttention(source, target, maps)

@@ -199,8 +199,6 @@ def test_mistakes_leave_nothing_behind(tmp_path):
             export(tmp_path / "full", model, TOKENIZERS)
     with pytest.raises(ValueError, match=r"quantization must be one of int8, .* not 'int4'"):
         export_ctranslate2(tmp_path / "x", model, TOKENIZERS, "int4")
-    with pytest.raises(ValueError, match="positions must be at least 1, not 0"):
-        export_ctranslate2(tmp_path / "x", model, TOKENIZERS, positions=0)
     with pytest.raises(ValueError, match="tokenizers"):
         export_safetensors(tmp_path / "x", model, TOKENIZERS[:1])
     assert [path.name for path in tmp_path.iterdir()] == ["full"]

@@ -23,7 +23,7 @@ from typing import Annotated, Any, ClassVar, dataclass_transform
 from pydantic import BeforeValidator, ConfigDict, Strict, ValidationError
 from pydantic import Field as Pydantic
 from pydantic.dataclasses import dataclass
-from pydantic_core import ArgsKwargs, ErrorDetails
+from pydantic_core import ErrorDetails
 
 from fastformer.settings import BOUNDS, allowed_range, refusal
 
@@ -116,16 +116,6 @@ class Settings:
             limits = {key: getattr(self, name) for key, name in bounds.items() if isinstance(name, str)}
             if not all(None in (value, limit) or BOUNDS[key](value, limit) for key, limit in limits.items()):
                 raise ValueError(refusal(item.name, value, allowed_range((), bounds, vars(self))))
-
-
-def check_stated(settings: type[Settings], values: Mapping[str, Any], where: str) -> None:
-    """Check the values of some settings; raise ValueError, beginning with `where`, for the first not allowed."""
-    try:
-        settings.__pydantic_validator__.validate_python(ArgsKwargs((), dict(values)))  # type: ignore[attr-defined]
-    except ValidationError as error:
-        for each in error.errors(include_url=False):
-            if each["loc"] and each["loc"][0] in values:
-                raise ValueError(f"{where}{_one_line(each, settings, values)}") from None
 
 
 def _one_line(error: ErrorDetails, settings: type[Settings], given: Mapping[str, Any]) -> str:

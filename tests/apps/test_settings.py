@@ -16,9 +16,7 @@ import pytest
 pytest.importorskip("pydantic", reason="the applications need the extra `apps`")
 
 from fastformer.apps.classification.model import ClassifierConfig
-from fastformer.apps.language.model import LanguageConfig
 from fastformer.apps.language.run import APPLICATION as LANGUAGE
-from fastformer.apps.language.run import LanguageDataConfig, LanguageTrainConfig
 from fastformer.apps.language.sampling import SamplingOptions
 from fastformer.apps.runs.application import REMOVED, Application
 from fastformer.apps.runs.folder import load_toml, save_toml
@@ -28,7 +26,6 @@ from fastformer.apps.settings import (
     Pair,
     Settings,
     Texts,
-    declared,
     default_text,
     explained,
     setting,
@@ -52,9 +49,8 @@ def classes(base: type = Settings) -> Iterator[type[Settings]]:
 
 def needed(owner: type[Settings]) -> dict[str, Any]:
     """What an instance cannot be without: settings without a default, and an end of training."""
-    items = [item for item, _ in declared(owner)]
-    given = {item.name: next(iter(item.metadata["choices"]), 9) for item in items if item.default is MISSING}
-    return given | ({"steps": 10} if "steps" in {item.name for item in items} else {})
+    given = {item.name: next(iter(item.metadata["choices"]), 9) for item in fields(owner) if item.default is MISSING}
+    return given | ({"steps": 10} if issubclass(owner, TrainConfig) else {})
 
 
 CLASSES = [each for each in classes() if each.__name__ != "ModelSettings"]  # a base, of which nothing is made
@@ -63,7 +59,7 @@ every_class = pytest.mark.parametrize("owner", CLASSES, ids=lambda each: each.__
 
 @every_class
 def test_every_setting_is_checked_and_explained_from_its_declaration(owner: type[Settings]) -> None:
-    for item, _ in declared(owner):
+    for item in fields(owner):
         with pytest.raises(ValueError, match=rf"^{item.name} must be .*, not <object object at \w+>$"):
             owner(**{**needed(owner), item.name: object()})
         help_ = explained(item, (owner,))
@@ -73,7 +69,6 @@ def test_every_setting_is_checked_and_explained_from_its_declaration(owner: type
             assert f"{key.replace('_', ' ')} {bound if isinstance(bound, str) else f'{bound:,}'}" in help_
         for name, wanted in item.metadata["only"].items():
             assert any(str(each) in help_ for each in (name, *(wanted if isinstance(wanted, tuple) else (wanted,))))
-        assert item.default is MISSING or default_text(item)
 
 
 @every_class
@@ -82,7 +77,6 @@ def test_settings_come_back_from_a_file_and_from_a_checkpoint(tmp_path: Path, ow
     save_toml(tmp_path / "c.toml", {"section": made})
     assert owner(**load_toml(tmp_path / "c.toml", {"section": owner})["section"]) == made
     assert owner(**json.loads(json.dumps(to_plain(made)))) == made
-    assert [path.name for path in tmp_path.iterdir()] == ["c.toml"]
 
 
 @pytest.mark.parametrize(
@@ -93,10 +87,8 @@ def test_settings_come_back_from_a_file_and_from_a_checkpoint(tmp_path: Path, ow
             {"d_model": 64.0},
             "d_model must be a whole number, at least 1 and at most 2,147,483,647, not 64.0",
         ),
-        (LanguageConfig, {"norm_eps": -1.0}, "norm_eps must be above 0, not -1.0"),
         (ClassifierConfig, {"dropout": "0.1"}, "dropout must be a finite number, at least 0 and below 1, not '0.1'"),
         (TrainConfig, {"min_lr": 0.1}, "min_lr must be at least 0 and at most lr (0.001), not 0.1"),
-        (TrainConfig, {"steps": None}, "no end of training is set; give steps, epochs or minutes"),
         (TrainConfig, {"lr": "fast", "min_lr": 0.1}, "lr must be a finite number, above 0, not 'fast'"),
         (TrainConfig, {"betas": [0.9, 1.0]}, "betas must be a list, each less than 1, not [0.9, 1.0]"),
         (
@@ -133,41 +125,24 @@ def test_values_in_another_form_are_replaced() -> None:
     assert [_Own(1, texts=given).texts for given in (None, [], ["a", "b"])] == [None, (), ("a", "b")]  # type: ignore[call-arg, arg-type]
 
 
-SECTIONS: dict[str, type[Settings]] = {"model": _Own, "train": TrainConfig}
-
-
-def write(path: Path, text: str) -> Path:
-    path.write_text(text, encoding="utf-8")
-    return path
-
-
-def test_a_file_states_only_what_it_states(tmp_path: Path) -> None:
-    path = write(tmp_path / "c.toml", "[train]\nlr = 1\nbetas = [0.9, 0.95]\n")
-    assert load_toml(path, SECTIONS) == {"model": {}, "train": {"lr": 1, "betas": (0.9, 0.95)}}
-
-
 @pytest.mark.parametrize(
     ("text", "message"),
     [
         ("[train]\nwarmup = 3", "unknown key 'warmup' in [train]; did you mean 'warmup_steps'?"),
         ("[trian]\nlr = 3", "unknown section [trian]; did you mean 'train'?"),
         ("[train]\nlr = ?", "not a TOML file: Invalid value (at line 2, column 6)"),
+        ("\udcff", "not a TOML file: 'utf-8' codec"),
     ],
 )
 def test_a_mistake_in_a_file_names_the_file_the_section_and_the_key(tmp_path: Path, text: str, message: str) -> None:
-    path = write(tmp_path / "c.toml", text)
+    path, sections = tmp_path / "c.toml", {"model": _Own, "train": TrainConfig}
+    path.write_bytes(b"[train]\nlr = 1\nbetas = [0.9, 0.95]\n")
+    assert load_toml(path, sections) == {"model": {}, "train": {"lr": 1, "betas": (0.9, 0.95)}}  # no defaults
+    path.write_bytes(text.encode("utf-8", "surrogateescape"))
     with pytest.raises(ValueError) as raised:  # noqa: PT011 (the message is compared below, as text)
-        load_toml(path, SECTIONS)
+        load_toml(path, sections)
     assert str(raised.value).startswith(f"{path}: {message}")
     assert "\n" not in str(raised.value)
-
-
-def test_missing_and_binary_files_are_named(tmp_path: Path) -> None:
-    with pytest.raises(FileNotFoundError, match=r"nothing.toml: there is no such configuration file"):
-        load_toml(tmp_path / "nothing.toml", SECTIONS)
-    (tmp_path / "b.toml").write_bytes(b"\xff\xfe")
-    with pytest.raises(ValueError, match=r"b.toml: not a TOML file"):
-        load_toml(tmp_path / "b.toml", SECTIONS)
 
 
 @pytest.mark.parametrize("application", [TRANSLATION, LANGUAGE], ids=lambda each: each.kind)
@@ -180,21 +155,18 @@ def test_a_run_folder_written_before_settings_were_one_still_loads(tmp_path: Pat
     for name, stated in found.items():
         assert stated
         assert {key: getattr(parts[name], key) for key in stated} == stated
-        others = {f.name: f.default for f in fields(parts[name]) if f.name not in stated}
-        assert {key: getattr(parts[name], key) for key in others} == others  # what was unset, is; what is newer is off
     Checkpoint(old, 0, found["model"], {}).check_architecture(parts["model"])
     application.save_settings(tmp_path, parts["data"], parts["model"], parts["train"])
     before, after = (path.read_text().splitlines() for path in (old, tmp_path / "config.toml"))
     assert {line.partition(" = ")[0] for line in set(before) - set(after)} <= set(REMOVED)
-    newer = {line.split(" = ")[0] for line in set(after) - set(before)}
+    newer = {line.split(" = ")[0] for line in set(after) - set(before)} - {"save_minutes"}  # which changes no number
     said = tomllib.loads(old.read_text(encoding="utf-8"))["model"]
-    newer -= {"save_minutes"}  # which changes no number
-    assert newer <= {f.name for f in fields(parts["model"])} - said.keys()
+    assert newer <= {item.name for item in fields(parts["model"])} - said.keys()
 
 
 COMMANDS: dict[str, tuple[type[Settings], ...]] = {
-    "train": (DataConfig, TranslationConfig, TrainConfig),
-    "train lm": (LanguageDataConfig, LanguageConfig, LanguageTrainConfig),
+    "train": (TRANSLATION.data, TRANSLATION.model, TRANSLATION.train),
+    "train lm": (LANGUAGE.data, LANGUAGE.model, LANGUAGE.train),
     "translate": (SearchOptions,),
     "evaluate": (SearchOptions,),
     "generate": (SamplingOptions,),
@@ -210,15 +182,12 @@ def test_every_setting_that_is_a_users_is_a_flag_that_tells_default_and_range(na
     for part in name.split():
         command = command.commands[part]
     flags = {each.name: each for each in command.params}
-    own = {item.name for owner in COMMANDS[name] for item, _ in declared(owner) if not item.metadata["derived"]}
-    derived = {item.name for owner in COMMANDS[name] for item, _ in declared(owner)} - own
     chosen = {"train": TRANSLATION.automatic, "train lm": LANGUAGE.automatic}.get(name, ())
-    assert own <= flags.keys()
-    assert not derived & flags.keys()
-    for owner in COMMANDS[name]:
-        for item, _ in declared(owner):
-            if not item.metadata["derived"]:
-                flag = flags[item.name]
-                assert f"--{item.name.replace('_', '-')}" in flag.opts
-                default = "chosen for corpus and budget" if item.name in chosen else default_text(item)
-                assert (flag.help, flag.show_default) == (explained(item, COMMANDS[name]), default)
+    items = [item for owner in COMMANDS[name] for item in fields(owner)]
+    own = {item.name: item for item in items if not item.metadata["derived"]}
+    assert own.keys() == flags.keys() & {item.name for item in items}
+    for item in own.values():
+        flag = flags[item.name]
+        assert f"--{item.name.replace('_', '-')}" in flag.opts
+        default = "chosen for corpus and budget" if item.name in chosen else default_text(item)
+        assert (flag.help, flag.show_default) == (explained(item, COMMANDS[name]), default)

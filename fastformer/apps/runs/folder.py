@@ -16,7 +16,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from fastformer.apps.settings import Settings, check_stated, helps, setting, suggestion, to_plain
+from fastformer.apps.settings import Settings, helps, setting, suggestion, to_plain
 from fastformer.apps.system.files import write_file
 from fastformer.apps.system.run_lock import LOCK
 from fastformer.apps.train import CheckpointFolder
@@ -68,8 +68,8 @@ def load_toml(
 ) -> dict[str, dict[str, Any]]:
     """Return the settings that a TOML file states, {section: {key: value}}, with every section present.
 
-    removed: settings of earlier versions, which are left out. Raises FileNotFoundError, or ValueError naming the
-    section, key or value that is not allowed.
+    removed: settings of earlier versions, which are left out. Raises FileNotFoundError, or ValueError naming a section
+    or key that is unknown; values are checked where the settings are constructed.
     """
     path = Path(path)
     result: dict[str, dict[str, Any]] = {name: {} for name in sections}
@@ -82,7 +82,6 @@ def load_toml(
         values = {key: value for key, value in values.items() if key not in removed}
         if unknown := next((key for key in values if key not in known), None):
             raise ValueError(f"{path}: unknown key {unknown!r} in [{section}]{suggestion(unknown, known)}")
-        check_stated(sections[section], values, f"{path}: [{section}] ")
         result[section] = {key: tuple(value) if isinstance(value, list) else value for key, value in values.items()}
     return result
 

@@ -14,7 +14,6 @@ from fastformer.apps.train import CheckpointFolder
 from tests.apps.conftest import LINES
 from tests.support.command_line import fastformer
 
-FOLDERS = {"translation": "translation", "language": "language", "classification": "classification"}
 SMALL = "--steps 1 --warmup-steps 0 --lr 1e-30 --device cpu --threads 1"  # the weights stay
 COMMANDS = {
     "translation": "train --train-source lines --train-target lines --valid-size 4 --test-size 4 --bleu-sentences 0",
@@ -37,14 +36,14 @@ def weights(application, folder, checkpoint="last"):
 @pytest.mark.parametrize("exported", [False, True])
 @pytest.mark.parametrize("kind", COMMANDS)
 def test_a_run_begins_with_the_weights_tokenizers_and_lengths_of_another(runs, folder, kind, exported):
-    application, origin = application_of(kind), runs / FOLDERS[kind]
+    application, origin = application_of(kind), runs / kind
     if exported:
         model, tokenizers, data = application.load(origin)
         origin = folder / "exported"
         export_safetensors(origin, model, tokenizers, data={name: getattr(data, name) for name in application.reading})
     done = fastformer(*COMMANDS[kind].split(), *SMALL.split(), "--from", str(origin), "--run", "new", cwd=folder)
     assert done.returncode == 0, done.stderr
-    before = weights(application, runs / FOLDERS[kind])
+    before = weights(application, runs / kind)
     for name, after in weights(application, folder / "new").items():
         torch.testing.assert_close(after, before[name], rtol=0, atol=1e-20)
     assert stated(folder / "new" / "config.toml").origin == str(origin)

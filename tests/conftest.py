@@ -73,8 +73,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
                 first.setdefault(item.nodeid.split("[")[0], item)
         chosen = list(first.values())
     if len(chosen) < len(items):
-        kept = set(chosen)
-        config.hook.pytest_deselected(items=[item for item in items if item not in kept])
+        remaining = set(chosen)
+        config.hook.pytest_deselected(items=[item for item in items if item not in remaining])
         items[:] = chosen
 
 

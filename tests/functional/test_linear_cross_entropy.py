@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import nn
+from torch import Tensor, nn
 from torch.autograd import forward_ad
 
 import fastformer
@@ -13,7 +13,6 @@ from fastformer.functional import linear_cross_entropy
 from fastformer.functional.linear_cross_entropy import reference as chunked_cross_entropy
 from tests.support.all_pairs import all_pairs
 from tests.support.closeness import assert_close, assert_derivatives, assert_formula, gradients, random
-from tests.support.confident_rows import confident_rows
 
 # One class; odd sizes; a batch of padded rows.
 SHAPES = [((1,), 1, 1), ((7,), 3, 5), ((3, 5), 4, 11)]
@@ -109,6 +108,23 @@ def test_a_loss_without_targets_is_torchs_with_gradient_zero():
         assert not any(g.any() for g in gradients(nothing, [x, weight]))  # NaN is true
     assert linear_cross_entropy(x[:0], weight, target[:0], reduction="sum") == 0
     assert linear_cross_entropy(x[:0], weight, target[:0], reduction="none").shape == (0,)
+
+
+def confident_rows(smoothing: float) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Return inputs with losses from 12 down to 2e-35, and these losses in fp64.
+
+    x `[M, 2]` and weight `[3, 2]` are in fp32; of the targets `[M]` the last is ignored.
+    The logits are multiples of 1/32: products and differences are exact in fp32, so that what is lost is the loss's.
+    """
+    peaks, margins = (
+        torch.tensor([100.0, 1000.0, -50.0, 0.125]),
+        torch.tensor([-11.0, 0.0, 0.125, 1.0, 11.0, 15.0, 80.0]),
+    )
+    x, weight = torch.cartesian_prod(peaks, margins), torch.tensor([[1.0, 0.0], [1.0, -1.0], [1.0, -1.25]])
+    differences = (x.double() @ weight.double().mT)[:, 1:] - x[:, :1].double()
+    losses = differences.exp().sum(1).log1p() - smoothing * differences.sum(1) / 3
+    target = torch.tensor([0] * len(x) + [-100])
+    return torch.cat([x, x[:1]]), weight, target, torch.cat([losses, losses.new_zeros(1)])
 
 
 @pytest.mark.parametrize(

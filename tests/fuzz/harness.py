@@ -128,23 +128,23 @@ def text(random: Random, most: int = 12, odd: int = 30) -> str:
 
 def damaged(random: Random, data: bytes) -> bytes:
     """Return the data with a few bytes changed, cut out, put in, doubled or cut off."""
-    found = bytearray(data)
+    content = bytearray(data)
     for _ in range(random.randint(1, 4)):
-        at = random.randrange(len(found) + 1)
+        at = random.randrange(len(content) + 1)
         match random.randrange(5):
-            case 0 if at < len(found):
-                found[at] ^= 1 << random.randrange(8)
+            case 0 if at < len(content):
+                content[at] ^= 1 << random.randrange(8)
             case 1:
-                del found[at : at + random.choice((1, 4, 50))]
+                del content[at : at + random.choice((1, 4, 50))]
             case 2:
-                found[at:at] = found[: random.choice((1, 20))]
+                content[at:at] = content[: random.choice((1, 20))]
             case 3:
-                del found[at:]
+                del content[at:]
             case _:
-                found[at:at] = random.choice(
+                content[at:at] = random.choice(
                     (b"\0", b"\n", b"\r\n", b"\xff\xfe", b"\xef\xbb\xbf", b"\xc3", b"\x80" * 50)
                 )
-    return bytes(found)
+    return bytes(content)
 
 
 def encoded(random: Random, content: str) -> bytes:

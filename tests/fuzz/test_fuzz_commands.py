@@ -182,8 +182,8 @@ def test_text(home: Path, before: dict[str, bytes], explore: Explore) -> None:
         if done.returncode == 2:
             assert out == EARLIER, command
         elif command.split()[0] in ("translate", "generate", "classify"):
-            given = read_lines(home / "one") if one.removeprefix(b"\xef\xbb\xbf") else []
-            assert out.count(b"\n") == len(given), command
+            lines = read_lines(home / "one") if one.removeprefix(b"\xef\xbb\xbf") else []
+            assert out.count(b"\n") == len(lines), command
         return "done" if done.returncode == 0 else "refused"
 
     explore(check, {"done": 0.1, "refused": 0.1}, SHARE)
@@ -198,14 +198,14 @@ def damage(random: Random, folder: Path) -> bool:
             name = random.choice(sorted(weights))
             x = weights.pop(name)
             kind = random.choice(("missing", "dtype", "shape", "huge", "number", "more"))
-            found = {
+            changes = {
                 "dtype": lambda: x.to(random.choice((torch.int8, torch.bool, torch.complex64, torch.float8_e4m3fn))),
                 "shape": lambda: torch.stack([x, x]),
                 "huge": lambda: torch.zeros(0, 2**62 - 1),
                 "number": lambda: torch.full_like(x, random.choice((float("nan"), float("inf")))),
                 "more": lambda: x,
             }
-            weights |= {name: found[kind]()} if kind in found else {}
+            weights |= {name: changes[kind]()} if kind in changes else {}
             weights |= {"more": x.clone()} if kind == "more" else {}
             (checkpoint / WEIGHTS).unlink()
             write_weights(checkpoint / WEIGHTS, weights)
@@ -252,7 +252,7 @@ def test_run_folders(home: Path, before: dict[str, bytes], explore: Explore) -> 
         kind = random.choice(("tr", "lm", "cl"))
         must_refuse = [damage(random, home / kind) for _ in range(random.choice((1, 1, 1, 0)))]
         (home / "out").write_bytes(EARLIER)
-        given = content(home)
+        files = content(home)
         reading = [model[kind], f"export --run {kind} --checkpoint last --format safetensors --to exported"]
         reading.append(f"evaluate --run {kind} --checkpoint last --device cpu")
         resume = " ".join(TRAIN[kind].split()[: 1 if kind == "tr" else 2])
@@ -264,10 +264,10 @@ def test_run_folders(home: Path, before: dict[str, bytes], explore: Explore) -> 
         assert done.returncode == 2 or command not in reading or True not in must_refuse, command
         assert done.returncode == 0 or must_refuse, (command, done.stderr)
         if done.returncode == 2:
-            lost = [name for name, data in given.items() if now.get(name) != data and not name.endswith(".lock")]
+            lost = [name for name, data in files.items() if now.get(name) != data and not name.endswith(".lock")]
             assert not lost, (command, lost)
-        outside = [x for x in {*now, *given} if not x.startswith((f"{kind}/", "out", "exported/"))]
-        assert all(now.get(name) == given.get(name) for name in outside), command
+        outside = [x for x in {*now, *files} if not x.startswith((f"{kind}/", "out", "exported/"))]
+        assert all(now.get(name) == files.get(name) for name in outside), command
         return "done" if done.returncode == 0 else "refused"
 
     explore(check, {"done": 0.1, "refused": 0.1}, SHARE)

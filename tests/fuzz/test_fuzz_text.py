@@ -61,8 +61,8 @@ def test_files(tmp_path: Path, explore: Explore) -> None:
         pairs = attempt(lambda: read_parallel(path, other), *READING)
         assert pairs is None or (all(pairs.source) and all(pairs.target) and len(pairs.source) == len(pairs.target))
         kind = random.choice(DOCUMENT_KINDS)
-        found = attempt(lambda: read_text(path, kind), *READING, ValueError)
-        assert found is None or (lines is not None and len(found.lines) == len(lines))
+        document = attempt(lambda: read_text(path, kind), *READING, ValueError)
+        assert document is None or (lines is not None and len(document.lines) == len(lines))
         return "refused" if lines is None else "read"
 
     explore(check, {"read": 0.1, "refused": 0.1})
@@ -170,9 +170,9 @@ def test_settings(tmp_path: Path, explore: Explore) -> None:
         path.write_bytes(toml(random, {"run": ["kind"], **sections}))
 
         def read() -> bool:
-            found = application.read_settings(path)
-            application.data(**found["data"])
-            application.train(**{"steps": 1, **found["train"]})
+            settings = application.read_settings(path)
+            application.data(**settings["data"])
+            application.train(**{"steps": 1, **settings["train"]})
             return True
 
         return "read" if attempt(read, ValueError) else "refused"

@@ -63,11 +63,11 @@ def test_the_loss_and_its_gradients_are_the_same_after_the_transfer(name: str) -
     make_model, make_batch, loss = BATCHES[name]
     model, batch = make_model(), make_batch()
     expected = loss(model, batch)
-    wanted = torch.autograd.grad(expected, list(model.parameters()))
+    expected_gradients = torch.autograd.grad(expected, list(model.parameters()))
     moved = batch.to("meta")
-    found = loss(model, moved)
-    assert torch.equal(found, expected)
-    assert all(map(torch.equal, torch.autograd.grad(found, list(model.parameters())), wanted))
+    actual = loss(model, moved)
+    assert torch.equal(actual, expected)
+    assert all(map(torch.equal, torch.autograd.grad(actual, list(model.parameters())), expected_gradients))
     assert torch.equal(loss(model, moved.to("cpu")), expected)
 
 
@@ -75,15 +75,15 @@ def test_the_loss_and_its_gradients_are_the_same_after_the_transfer(name: str) -
 def test_values_shapes_and_dtypes_arrive_in_one_aligned_buffer() -> None:
     a, b = torch.arange(6).view(2, 3), torch.tensor([1.5, -2.0], dtype=torch.float64)
     c, d, e = torch.tensor([True, False, True]), torch.tensor(7, dtype=torch.int32), torch.empty(0, 4)
-    given = a, b, c, a, d, e, a.t()
-    found = send("meta", *given)
-    for x, y in zip(found, given, strict=True):
+    tensors = a, b, c, a, d, e, a.t()
+    arrived = send("meta", *tensors)
+    for x, y in zip(arrived, tensors, strict=True):
         assert x.dtype == y.dtype
         assert torch.equal(x, y)
-    assert found[0] is found[3]
-    assert len({x.untyped_storage().data_ptr() for x in found}) == 1
-    start = found[0].untyped_storage().data_ptr()
-    assert not any((x.data_ptr() - start) % 128 for x in found if x.numel())  # kernels like them so
+    assert arrived[0] is arrived[3]
+    assert len({x.untyped_storage().data_ptr() for x in arrived}) == 1
+    start = arrived[0].untyped_storage().data_ptr()
+    assert not any((x.data_ptr() - start) % 128 for x in arrived if x.numel())  # kernels like them so
 
 
 class Transfers(TorchDispatchMode):
@@ -95,9 +95,11 @@ class Transfers(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
-        given, found = (args[1], args[0]) if func is torch.ops.aten.copy_.default else (args[0] if args else None, out)
-        if isinstance(given, Tensor) and isinstance(found, Tensor) and given.is_cpu and not found.is_cpu:
-            self.sources.append(given)
+        source, target = (
+            (args[1], args[0]) if func is torch.ops.aten.copy_.default else (args[0] if args else None, out)
+        )
+        if isinstance(source, Tensor) and isinstance(target, Tensor) and source.is_cpu and not target.is_cpu:
+            self.sources.append(source)
         return out
 
 

@@ -10,8 +10,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import fastformer
 from fastformer.functional import linear_cross_entropy
+from tests.functional.test_linear_cross_entropy import confident_rows
 from tests.support.closeness import assert_close, gradients
-from tests.support.confident_rows import confident_rows
 from tests.support.fused_op import DEVICE, assert_as_accurate_as_reference, needs_kernels, poisoned
 
 pytestmark = needs_kernels

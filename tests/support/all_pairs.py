@@ -10,7 +10,7 @@ def all_pairs(*options: Iterable[Any]) -> list[tuple[Any, ...]]:
     values = [list(option) for option in options]
     longest = sorted(range(len(values)), key=lambda i: -len(values[i]))
     covered: set[tuple[int, int, int, int]] = set()
-    found = []
+    chosen_rows = []
 
     def pairs(row: dict[int, int]) -> set[tuple[int, int, int, int]]:
         return {(i, row[i], j, row[j]) for i, j in combinations(sorted(row), 2)}
@@ -26,8 +26,8 @@ def all_pairs(*options: Iterable[Any]) -> list[tuple[Any, ...]]:
             ]
             row = max(rows, key=lambda row: len(pairs(row) - covered))
             covered |= pairs(row)
-            found.append(tuple(values[k][row[k]] for k in range(len(values))))
-    return found
+            chosen_rows.append(tuple(values[k][row[k]] for k in range(len(values))))
+    return chosen_rows
 
 
 def name(value: Any) -> str:

@@ -52,8 +52,8 @@ def assert_same(
     assert_close(actual, expected, roundings)
     if not leaves:
         return
-    wanted = gradients(expected, leaves if expected_leaves is None else expected_leaves)
-    assert_close(gradients(actual, leaves), wanted, roundings)
+    expected_gradients = gradients(expected, leaves if expected_leaves is None else expected_leaves)
+    assert_close(gradients(actual, leaves), expected_gradients, roundings)
 
 
 def assert_formula(formula: Callable[..., Any], inputs: Sequence[Tensor | None], op: Callable[..., Any]) -> None:
@@ -66,8 +66,8 @@ def assert_formula(formula: Callable[..., Any], inputs: Sequence[Tensor | None],
 
 
 def _outputs_and_gradients(op: Callable[..., Any], inputs: Sequence[Tensor | None]) -> list[Tensor]:
-    found = op(*inputs)
-    outputs = [found] if isinstance(found, Tensor) else list(found)
+    result = op(*inputs)
+    outputs = [result] if isinstance(result, Tensor) else list(result)
     return [*outputs, *gradients(outputs, [x for x in inputs if x is not None])]
 
 

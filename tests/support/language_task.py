@@ -18,13 +18,13 @@ def config(**changes: Any) -> LanguageConfig:
 
 
 def random_model(seed: int = 0, **changes: Any) -> LanguageModel:
-    """A model whose norms and biases are random too, so that swapped ones show."""
+    """Return a model whose norms and biases are random too, so that swapped ones show."""
     model: LanguageModel = single_stack.random_model(LanguageModel, seed, **changes)
     return model
 
 
 def random_batch(lengths: Sequence[int], seed: int = 0, vocabulary: int = 17) -> LanguageBatch:
-    """A batch of random ids with documents of these lengths, bos counted; zero is allowed."""
+    """Return a batch of random ids with documents of these lengths, bos counted; zero is allowed."""
     generator = torch.Generator().manual_seed(seed)
     documents = [random_ids(n, generator, vocabulary) for n in lengths]
     read = [i for ids in documents for i in [IDS.bos_id, *ids][: len(ids)]]
@@ -36,7 +36,7 @@ STEPS_VOCABULARY = 11  # four special ids and the numbers 0-6
 
 
 def steps_documents(count: int, seed: int) -> EncodedDocuments:
-    """Documents that count modulo 7 from a random start in random steps of 1 to 6, 3 to 12 numbers long.
+    """Return documents that count modulo 7 from a random start in random steps of 1 to 6, 3 to 12 numbers long.
 
     Any number follows any other (but never itself), so knowing the last one is of no help: it takes the last two.
     """

@@ -1,7 +1,4 @@
-"""Processes of one machine for the tests of torch.distributed, started from one server that has torch imported.
-
-And whether a process that a test found out about is gone.
-"""
+"""Processes of one machine for the tests of torch.distributed, started from one server that has torch imported."""
 
 import multiprocessing
 import os

@@ -35,16 +35,16 @@ class Subject:
     method: str = "forward"
 
     def pair(self, dropout: float = 0.0, dtype: torch.dtype = torch.float32) -> tuple[nn.Module, nn.Module]:
-        """Build our module and torch's, or ours twice; norms and biases are random, so that swapped ones show."""
-        ours, other = (self.make(library, dropout).to(dtype) for library in (fastformer, nn if self.torchs else None))
+        """Build a module and torch's, or two of fastformer; norms and biases are random, so that swapped ones show."""
+        module, other = (self.make(library, dropout).to(dtype) for library in (fastformer, nn if self.torchs else None))
         with torch.no_grad():
-            for parameter in ours.parameters():
+            for parameter in module.parameters():
                 parameter.add_(0.2 * torch.randn_like(parameter))
-        other.load_state_dict(ours.state_dict())
-        return ours, other
+        other.load_state_dict(module.state_dict())
+        return module, other
 
     def run(self, module: Callable[..., Any], call: Call) -> Tensor:
-        """Call the module, or what was made of it, and return its first output."""
+        """Call a module, or a function made of it, and return its first output."""
         args, kwargs = call
         out = module(*args, **kwargs)
         return out[0] if isinstance(out, tuple) else out
@@ -56,8 +56,8 @@ class Subject:
 
 def leaves(call: Call, module: nn.Module) -> list[Tensor]:
     """Return the inputs of a call that require gradients, and the parameters of the module."""
-    given = [x for x in call[0] if isinstance(x, Tensor) and x.requires_grad]
-    return [*dict.fromkeys(given), *module.parameters()]
+    inputs = [x for x in call[0] if isinstance(x, Tensor) and x.requires_grad]
+    return [*dict.fromkeys(inputs), *module.parameters()]
 
 
 def lengths(B: int, L: int) -> list[int]:
@@ -131,7 +131,7 @@ def _ids(B: int, L: int, dtype: torch.dtype) -> Call:
 
 
 def _padded_ids(B: int, L: int, dtype: torch.dtype) -> Call:
-    """With columns of padding alone where B is odd; with none where it is 4."""
+    """Return ids with columns of padding alone where B is odd, and without padding where B is 4."""
     layout = Layout.from_lengths([L] * B if B == 4 else lengths(B, L))
     return (torch.randint(4, V, (B, L + 2 * (B % 2))), layout), {}
 

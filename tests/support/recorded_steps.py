@@ -129,8 +129,8 @@ def steps_of_both(
     """
     device = model.output.weight.device
     source, lengths_ = sources(lengths)
-    given = model, source.to(device), lengths_, hypotheses
-    static, growing = DecoderState(*given, longest=steps), DecoderState(*given)
+    arguments = model, source.to(device), lengths_, hypotheses
+    static, growing = DecoderState(*arguments, longest=steps), DecoderState(*arguments)
     generator = torch.Generator().manual_seed(1)
     B, N = len(lengths), hypotheses
     ids = torch.full((B * N,), BOS)

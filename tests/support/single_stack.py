@@ -29,7 +29,7 @@ SIZES = {"vocabulary": 17, "d_model": 12, "heads": 3, "layers": 2, "feed_forward
 
 
 def random_model(kind: type, seed: int = 0, **changes: Any) -> Any:
-    """A model whose norms and biases are random too, so that swapped ones show."""
+    """Return a model whose norms and biases are random too, so that swapped ones show."""
     torch.manual_seed(seed)
     if kind is LanguageModel:
         model = kind(LanguageConfig(**{**SIZES, **CLASSICAL, **changes}))
@@ -43,7 +43,7 @@ def random_model(kind: type, seed: int = 0, **changes: Any) -> Any:
 
 
 def random_batch(kind: type, lengths: Sequence[int], seed: int = 0) -> Any:
-    """Random ids, and the ids or classes to predict; about every third class is ignored."""
+    """Return random ids, and the ids or classes to predict; about every third class is ignored."""
     generator = torch.Generator().manual_seed(seed)
     total = sum(lengths)
     ids = torch.randint(4, 17, (total,), generator=generator)
@@ -56,12 +56,12 @@ def random_batch(kind: type, lengths: Sequence[int], seed: int = 0) -> Any:
 
 
 def parts(batch: Any) -> tuple[Tensor, Tensor]:
-    """The ids, and the ids or classes to predict."""
+    """Return the ids, and the ids or classes to predict."""
     return (batch.ids_in, batch.ids_out) if isinstance(batch, LanguageBatch) else (batch.ids, batch.labels)
 
 
 def padded_like(batch: Any, extra: int = 0, fill: int = 0) -> Any:
-    """The batch with padding, `extra` columns more than needed; padding's ids and labels are `fill`."""
+    """Return the batch with padding, `extra` columns more than needed; padding's ids and labels are `fill`."""
 
     def wide(values: Tensor) -> Tensor:
         rows = torch.split(values, batch.lengths.tolist())
@@ -97,9 +97,9 @@ class TorchTwin(nn.Module):
             self.output.weight = self.tokens.weight
 
     @staticmethod
-    def name(ours: str) -> str:
-        """The name here of a parameter of ours."""
-        return ours.removeprefix("embedding.")
+    def name(name: str) -> str:
+        """Return the name here of a parameter of fastformer's model."""
+        return name.removeprefix("embedding.")
 
     def copy(self, model: nn.Module) -> "TorchTwin":
         """Take the parameters of `model`, every one of them; in training mode, where torch has no fast path."""
@@ -107,7 +107,7 @@ class TorchTwin(nn.Module):
         return self.train()
 
     def forward(self, ids: Tensor, lengths: Tensor) -> Tensor:
-        """Logits `[B, L, C]` of padded ids, or `[B, C]`; no sequence is empty, which torch would make NaN of."""
+        """Return logits `[B, L, C]` of padded ids, or `[B, C]`; no sequence is empty, which torch would make NaN of."""
         length = ids.shape[1]
         x = self.tokens(ids) * (self.c.d_model**0.5 if self.c.scale_embeddings else 1.0)
         table = paper_positions(length, self.c.d_model).float().to(x.dtype)
@@ -122,7 +122,7 @@ class TorchTwin(nn.Module):
         return self.output(torch.stack([pool(row) for row in rows]))
 
     def loss(self, batch: Any, label_smoothing: float = 0.0) -> Tensor:
-        """Of a padded batch."""
+        """Return the loss of a padded batch."""
         ids, labels = parts(batch)
         if labels.dim() == 2:
             labels = labels.masked_fill(torch.arange(labels.shape[1]) >= batch.lengths[:, None], -100)

@@ -58,15 +58,15 @@ def validate(model: nn.Module) -> dict[str, float]:
 
 
 def config(**changes: Any) -> TrainConfig:
-    given = {"lr": 0.01, "warmup_steps": 4, "log_every": 2, "validate_every": 5, "steps": 20, "batch_tokens": 64}
-    return TrainConfig(**{**given, **changes})
+    settings = {"lr": 0.01, "warmup_steps": 4, "log_every": 2, "validate_every": 5, "steps": 20, "batch_tokens": 64}
+    return TrainConfig(**{**settings, **changes})
 
 
 def trainer(folder: Path, settings: TrainConfig, source: Any = None, **changes: Any) -> Trainer:
-    given: dict[str, Any] = {"validate": validate, "architecture": {"width": 16}, "show": False}
+    options: dict[str, Any] = {"validate": validate, "architecture": {"width": 16}, "show": False}
     model = changes.pop("model", None) or network()
     loss = changes.pop("loss", summed_loss)
-    return Trainer(model, loss, source or Source(), settings, folder, **{**given, **changes})
+    return Trainer(model, loss, source or Source(), settings, folder, **{**options, **changes})
 
 
 class Clock:
@@ -79,7 +79,7 @@ class Clock:
         return self.now
 
     def takes(self, seconds: float, function: Callable[..., Any]) -> Callable[..., Any]:
-        """The function, whose calls take so many seconds."""
+        """Return the function, whose calls take so many seconds."""
 
         def timed(*arguments: Any) -> Any:
             self.now += seconds * self.slower

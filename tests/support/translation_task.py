@@ -16,7 +16,7 @@ IDS = SpecialIds(UNK, PAD, BOS, EOS)
 
 
 def config(**changes: Any) -> TranslationConfig:
-    given = {
+    settings = {
         "source_vocabulary": 17,
         "target_vocabulary": 17,
         "d_model": 12,
@@ -26,11 +26,11 @@ def config(**changes: Any) -> TranslationConfig:
         "feed_forward": 20,
         "dropout": 0.0,
     }
-    return TranslationConfig(**{**given, **changes})
+    return TranslationConfig(**{**settings, **changes})
 
 
 def random_model(seed: int = 0, **changes: Any) -> TranslationModel:
-    """A model whose norms and biases are random too, so that swapped ones show."""
+    """Return a model whose norms and biases are random too, so that swapped ones show."""
     torch.manual_seed(seed)
     model = TranslationModel(config(**changes))
     with torch.no_grad():
@@ -45,7 +45,7 @@ def random_ids(length: int, generator: torch.Generator, vocabulary: int = 17) ->
 
 
 def random_batch(lengths: list[tuple[int, int]], seed: int = 0, packed: bool = True, vocabulary: int = 17) -> Batch:
-    """Sentences of these (source, target) lengths, without special ids."""
+    """Return a batch of sentences of these (source, target) lengths, without special ids."""
     generator = torch.Generator().manual_seed(seed)
     source, target = zip(*([random_ids(n, generator, vocabulary) for n in pair] for pair in lengths), strict=True)
     return pairs_batch(source, target, packed)
@@ -56,12 +56,12 @@ def pairs_batch(source: Any, target: Any, packed: bool = True) -> Batch:
 
 
 def split_rows(batch: Batch) -> tuple[Tensor, ...]:
-    """The source of each sentence of a packed batch."""
+    """Return the source of each sentence of a packed batch."""
     return torch.split(batch.source, batch.source_lengths.tolist())
 
 
 def paper_positions(length: int, width: int) -> Tensor:
-    """Vaswani et al. 2017, section 3.5, element by element."""
+    """Return the table of Vaswani et al. 2017, section 3.5, element by element."""
     table = torch.zeros(length, width, dtype=torch.float64)
     for position in range(length):
         for column in range(width):
@@ -108,12 +108,12 @@ class TorchTwin(nn.Module):
             self.output.weight = self.target_tokens.weight
 
     @staticmethod
-    def name(ours: str) -> str:
-        """The name here of a parameter of `TranslationModel`."""
+    def name(name: str) -> str:
+        """Return the name here of a parameter of `TranslationModel`."""
         for side in ("source", "target"):
             for part in ("tokens", "positions"):
-                ours = ours.replace(f"{side}_embedding.{part}", f"{side}_{part}")
-        return f"transformer.{ours}" if ours.startswith(("encoder", "decoder")) else ours
+                name = name.replace(f"{side}_embedding.{part}", f"{side}_{part}")
+        return f"transformer.{name}" if name.startswith(("encoder", "decoder")) else name
 
     def copy(self, model: TranslationModel) -> "TorchTwin":
         """Take the parameters of `model`, every one of them."""
@@ -139,7 +139,7 @@ class TorchTwin(nn.Module):
         return self.output(hidden)
 
     def loss(self, batch: Batch, label_smoothing: float = 0.0) -> Tensor:
-        """Of a padded batch."""
+        """Return the loss of a padded batch."""
         logits = self(batch.source, batch.target_in).flatten(0, 1)
         target = batch.target_out.flatten()
         return F.cross_entropy(logits, target, ignore_index=PAD, label_smoothing=label_smoothing, reduction="sum")
@@ -156,7 +156,7 @@ def reverse_batch(seed: int, sentences: int, longest: int = 7, vocabulary: int =
 @functools.cache
 @torch.enable_grad()
 def reversing_model() -> TranslationModel:
-    """A model that learned to reverse sentences, well enough to end them; shared, so leave it as it is."""
+    """Return a model that learned to reverse sentences, well enough to end them; shared, so leave it as it is."""
     steps = 200
     torch.manual_seed(0)
     model = TranslationModel(
@@ -171,3 +171,23 @@ def reversing_model() -> TranslationModel:
         optimizer.step()
         schedule.step()
     return model.eval()
+
+
+def weights_of(model: nn.Module, *inputs: Tensor) -> list[Tensor]:
+    """Return the weights of each attention of a model, in order of the calls: `[heads, T, S]` of sequence 0."""
+    weights = []
+
+    def watch(module: nn.MultiheadAttention) -> None:
+        original = module.forward
+
+        def forward(*args, **kwargs):
+            weights.append(original(*args, **{**kwargs, "need_weights": True, "average_attn_weights": False})[1][0])
+            return original(*args, **kwargs)
+
+        module.forward = forward
+
+    for module in model.modules():
+        if isinstance(module, nn.MultiheadAttention):
+            watch(module)
+    model(*inputs)
+    return weights

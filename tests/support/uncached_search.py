@@ -9,7 +9,7 @@ from tests.support.translation_task import BOS, EOS, IDS, PAD, random_ids
 
 
 def sources(lengths, seed=0, vocabulary=17):
-    """Packed ids with eos, and lengths with eos, of random sentences."""
+    """Return packed ids with eos, and lengths with eos, of random sentences."""
     generator = torch.Generator().manual_seed(seed)
     return collate_source([random_ids(n, generator, vocabulary) for n in lengths], IDS)
 
@@ -20,7 +20,7 @@ def rows_of(source, lengths):
 
 @torch.no_grad()
 def log_probabilities(model, source, prefixes):
-    """The uncached model on one sentence: log p of what follows each prefix (ids without bos), `[prefixes, V]`."""
+    """Run the uncached model on one sentence: log p of what follows each prefix (ids without bos), `[prefixes, V]`."""
     n = len(prefixes)
     target_in = torch.tensor([[BOS, *prefix] for prefix in prefixes])
     hidden = model(source.repeat(n), torch.full((n,), len(source)), target_in, torch.full((n,), target_in.shape[1]))
@@ -29,7 +29,7 @@ def log_probabilities(model, source, prefixes):
 
 @torch.no_grad()
 def sequence_scores(model, source, sequences):
-    """The uncached model on one sentence: log p of each sequence of tokens."""
+    """Run the uncached model on one sentence: log p of each sequence of tokens."""
     n, sizes = len(sequences), torch.tensor([len(tokens) for tokens in sequences])
     target_in = torch.tensor([i for tokens in sequences for i in (BOS, *tokens[:-1])])
     hidden = model(source.repeat(n), torch.full((n,), len(source)), target_in, sizes)
@@ -39,7 +39,7 @@ def sequence_scores(model, source, sequences):
 
 
 def allowed(log_p, prefix, options):
-    """The rules, word by word: no padding, no bos, no early end, no n-gram twice."""
+    """Apply the rules: no padding, no bos, no early end, no n-gram twice."""
     log_p = log_p.clone()
     log_p[[PAD, BOS]] = -math.inf
     if len(prefix) < options.min_length:
@@ -67,20 +67,20 @@ def naive_greedy(model, source, options):
 
 
 def naive_beam(model, source, options):
-    """The documented rule on lists: `n_best` (tokens, log p, score), best first."""
+    """Apply the documented rule to lists: `n_best` (tokens, log p, score), best first."""
     limit, N = int(options.limits(torch.tensor([len(source)]), model.config)), options.beam
     beams, finished = [([], 0.0)], []
     for t in range(1, limit + 1):
         steps = log_probabilities(model, source, [prefix for prefix, _ in beams])
-        found = [
+        candidates = [
             ([*prefix, token], total + log_p)
             for (prefix, total), row in zip(beams, steps, strict=True)
             for token, log_p in enumerate(allowed(row, prefix, options).tolist())
             if log_p > -math.inf
         ]
-        found.sort(key=lambda item: -item[1])
-        ended = [item for item in found[:N] if item[0][-1] == EOS]
-        beams = [item for item in found[: 2 * N] if item[0][-1] != EOS][:N]
+        candidates.sort(key=lambda item: -item[1])
+        ended = [item for item in candidates[:N] if item[0][-1] == EOS]
+        beams = [item for item in candidates[: 2 * N] if item[0][-1] != EOS][:N]
         ended += beams if t == limit else []
         finished += [(tokens, total, total / t**options.length_penalty) for tokens, total in ended]
         finished = sorted(finished, key=lambda item: -item[2])[:N]

@@ -9,9 +9,9 @@ from fastformer.apps.language.sampling import TextGenerator
 from fastformer.apps.plots.attention_maps import attend_ids
 from fastformer.apps.text import WordTokenizer
 from tests.support import single_stack, translation_task
-from tests.support.attention_weights import weights_of
 from tests.support.language_task import random_model
 from tests.support.single_stack import TorchTwin
+from tests.support.translation_task import weights_of
 
 VARIANTS = {
     "pre-norm": {},

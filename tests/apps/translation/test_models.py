@@ -11,7 +11,6 @@ from torch import nn
 
 from fastformer.apps.models.embeddings import Embedding
 from fastformer.apps.translation.model import TranslationModel, translation_loss
-from tests.support.attention_weights import weights_of
 from tests.support.translation_task import (
     BOS,
     PAD,
@@ -20,6 +19,7 @@ from tests.support.translation_task import (
     random_batch,
     random_ids,
     random_model,
+    weights_of,
 )
 
 RAGGED = [(1, 3), (6, 1), (4, 4), (9, 7)]  # lengths without special ids: one token, more source, more target

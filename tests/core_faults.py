@@ -21,7 +21,6 @@ HOOKS = "nn/test_layers.py::test_hooks_and_replaced_methods_are_called"
 COMPILED = "nn/test_compile.py::test_one_compilation_for_all_shapes_or_two_where_the_first_is_of_one_shape"
 ORDER = "nn/test_cache.py::test_steps_equal_the_whole_row_after_any_change_of_rows"
 CHANGED = "nn/test_fast_path.py::test_a_layer_that_is_modified_between_two_steps"
-LATER = "nn/test_options.py::"
 ATTENTION = "nn/test_multihead_attention.py::"
 CHECKPOINTS = "apps/train/test_train_checkpoints.py::"
 ON_DISK = CHECKPOINTS + "test_every_file_is_on_the_disk_before_a_name_points_to_it"
@@ -104,10 +103,9 @@ ROWS: dict[str, list[tuple[str, str, str]]] = {
         ("padded.narrow(1 if batch_first else 0, 0, layout.columns)",
          "padded.narrow(1 if batch_first else 0, 1, layout.columns)", PACK),
         ("(steps() != 1)", "(steps() > 2)",
-         "nn/test_options.py::"
-         "test_packed_sequences_with_gaps_are_refused_where_positions_count"),
+         "nn/test_options.py::test_packed_sequences_with_gaps_are_refused_where_positions_count"),
         ("self.origin % L == self.positions).all()", "self.origin % L == self.positions).any()",
-         LATER + "test_packed_cross_attention_by_position_refuses_padding_on_the_left"),
+         "nn/test_options.py::test_packed_cross_attention_by_position_refuses_padding_on_the_left"),
         ("if cached_other is not other:", "if key not in self._memory:",
          "functional/test_packing.py::test_a_layout_forgets_other_layouts_and_is_freed_at_once"),
         ("lengths.tolist() if isinstance(lengths, Tensor | np.ndarray) else lengths,", "lengths,",
@@ -243,7 +241,7 @@ ROWS: dict[str, list[tuple[str, str, str]]] = {
         ("one.dtype == other.dtype and ", "",
          "nn/test_padding_free.py::test_a_bias_of_ones_is_not_the_padding_mask_of_the_source"),
         (" or (from_start and not layout.starts_rows)", "",
-         LATER + "test_cross_attention_counts_positions_in_columns"),
+         "nn/test_options.py::test_cross_attention_counts_positions_in_columns"),
         ("(counts_positions and layout.has_gaps) or ", "",
          "nn/test_options.py::test_padding_changes_nothing"),
     ],
@@ -295,7 +293,7 @@ ROWS: dict[str, list[tuple[str, str, str]]] = {
         ("if converted and not padding_free:", "if not padding_free:", REPORT),
         ('obstacle = stack.obstacle() if stack.padding_free else "padding_free is False"', "obstacle = None", REPORT),
         ('elif getattr(module, "differs", False):', "elif False:",
-         LATER + "test_an_option_that_is_set_later_counts_and_is_not_lost_to_torch"),
+         "nn/test_options.py::test_an_option_that_is_set_later_counts_and_is_not_lost_to_torch"),
         ('return "quantised"', "return None",
          "nn/test_conversion.py::test_quantised_parts_are_called_as_they_are"),
         ("(*DROP_INS.values(), skipping(before))", "(*DROP_INS.values(),)",

@@ -140,10 +140,8 @@ def test_tokens_and_memories_with_gaps_are_read_without_them(capacity: int | Non
     layout = Layout.from_mask(torch.tensor([[True, True, False, True, False], [False, True, False, False, True]]))
     reference, stack = stacks("decoder")
     memories, new = drawn(2, 3, seed=9), drawn(2, 3, seed=1)
-    cache, uncached = (
-        stack.new_cache(torch.cat(memories), memory_layout=layout, capacity=capacity),
-        Uncached(reference, memories, 2),
-    )
+    uncached = Uncached(reference, memories, 2)
+    cache = stack.new_cache(torch.cat(memories), memory_layout=layout, capacity=capacity)
     assert_reads(stack, cache, uncached, drawn(1, 2), "padded")
     out = stack.step(torch.cat(new), cache, layout)
     torch.testing.assert_close(out, torch.cat(uncached.read(new)), atol=1e-12, rtol=0)

@@ -28,18 +28,12 @@ HIDDEN = {"src_key_padding_mask": hidden}
 INTEGER, BOOL = torch.int32, torch.bool
 # The fuzz test of modules draws masks of other dtypes and shapes. A padding mask has the batch run packed.
 MISTAKES = {
-    "MultiheadAttention: width of the query": ((x[..., :4], x, x), {}),
-    "MultiheadAttention: batches": ((x, x[:1], x[:1]), {}),
     "MultiheadAttention: dtypes": ((x.float(), x.float(), x.float()), {"need_weights": False}),
-    "MultiheadAttention: mask of the batch": ((x, x, x), {"attn_mask": zeros(B, T, T, dtype=BOOL)}),
-    "MultiheadAttention: dtype of padding": ((x, x, x), {"key_padding_mask": zeros(B, T, dtype=INTEGER)}),
-    "TransformerEncoderLayer: width": ((x[..., :4],), {}),
     "TransformerEncoder: dtype": ((x.float(),), {}),
     "TransformerEncoder: padding, transposed": ((x,), {"src_key_padding_mask": zeros(T, B, dtype=BOOL)}),
     "TransformerEncoder: padding of another batch": ((x,), {"src_key_padding_mask": zeros(B + 1, T, dtype=BOOL)}),
     "TransformerEncoder: padding, causal of another size": ((x,), {**HIDDEN, "mask": ahead(T + 1), "is_causal": True}),
     "TransformerEncoder: padding, dtype of causal": ((x,), {**HIDDEN, "mask": ahead(T).int(), "is_causal": True}),
-    "TransformerDecoderLayer: memory width": ((x, memory[..., :4]), {}),
     "TransformerDecoderLayer: without memory": ((x,), {}),
     "TransformerDecoder: padding, memory of another batch": (
         (x, zeros(B + 1, S, D)),
@@ -53,7 +47,6 @@ MISTAKES = {
         (x[0], memory[:1]),
         {"memory_key_padding_mask": zeros(1, S, dtype=BOOL)},
     ),
-    "Transformer: batches": ((x, x[:1]), {}),
     "Transformer: padding": ((x, x), {"memory_key_padding_mask": zeros(B, 2, dtype=BOOL)}),
 }
 

@@ -17,7 +17,7 @@ from .batches import (
 )
 from .corpora import DOCUMENT_KINDS, ParallelCorpus, TextCorpus, read_parallel, read_text, split, split_text
 from .datasets import DATASETS, open_dataset, open_text_dataset, prepare
-from .docstrings import docstring_corpora
+from .embedded import docstring_corpora, english, number_corpus
 from .encoding import (
     EncodedDocuments,
     EncodedPairs,
@@ -28,7 +28,6 @@ from .encoding import (
     encode_source,
 )
 from .files import TextError, read_lines, write_lines
-from .numbers import english, number_corpus
 from .sentencepiece_tokenizer import SentencePieceTokenizer, train_sentencepiece
 from .tokenizer import SpecialIds, Tokenizer
 from .vocabulary import load_tokenizer

@@ -75,10 +75,11 @@ def _divide_by_tokens(order: Ints, lengths: NDArray[np.int64], tokens: int, pack
     lengths: int64 `[sides, sequences]`, each from 1 to `tokens`. Positions are tokens, with padding unless `packed`.
     """
     lengths = lengths[:, order]
+    most = tokens // int(lengths.min()) + 1  # one sequence more than can fit
     cuts: list[int] = []
     first = 0
     while True:
-        window = lengths[:, first : first + tokens + 1]  # one sequence more than can fit
+        window = lengths[:, first : first + most]
         longest = np.maximum.accumulate(window, axis=1)
         positions = window.cumsum(1) if packed else longest * np.arange(1, window.shape[1] + 1)
         fitting = int((positions.max(0) <= tokens).sum())

@@ -51,11 +51,7 @@ class SentencePieceTokenizer(Tokenizer):
             special_ids = SpecialIds(processor.unk_id(), processor.pad_id(), processor.bos_id(), processor.eos_id())
         except ValueError as error:
             raise TextError(f"the sentencepiece model lacks a special symbol: {error}") from None
-        super().__init__(special_ids, lowercase)
-
-    @property
-    def size(self) -> int:
-        return int(self._processor.get_piece_size())
+        super().__init__(processor.id_to_piece(list(range(processor.get_piece_size()))), special_ids, lowercase)
 
     def _encode(self, lines: list[str]) -> list[list[int]]:
         """Return the ids of every line, by sentencepiece's threads; `<pad>` and the like are plain characters."""
@@ -77,9 +73,6 @@ class SentencePieceTokenizer(Tokenizer):
         """Return the detokenised text; padding, bos and eos are dropped, unk shows as U+2047 between spaces."""
         text: str = self._processor.decode([int(i) for i in ids])  # control symbols decode to nothing
         return text
-
-    def pieces(self, ids: Iterable[int]) -> list[str]:
-        return [self._processor.id_to_piece(int(i)) for i in ids]
 
     def _stored(self) -> tuple[dict[str, Any], dict[str, bytes]]:
         settings = {"special_ids": vars(self.special_ids), "lowercase": self.lowercase, "size": self.size}
@@ -174,31 +167,20 @@ class MarianTokenizer(Tokenizer):
     A sentencepiece model splits text into pieces, whose ids are of a list that both sides may share. The decoder begins
     with padding, so `bos_id` is `pad_id`. A language code such as `>>fra<<` at the beginning of a text is one token.
 
-    Args:
-        model: serialised sentencepiece model.
-        words: every piece, by id.
-
-    Raises:
-        TextError: `model` is no sentencepiece model, the pieces are no texts, or a special token is missing.
+    `words` has every piece, by id. Raises ``TextError`` if `model` is no serialised model or a special piece is missing.
     """
 
     kind = "marian"
 
     def __init__(self, model: bytes, words: Sequence[str]) -> None:
         self._processor = _open_model(model)
-        if not isinstance(words, list) or not all(isinstance(word, str) for word in words):
-            raise TextError("the vocabulary must be a list of pieces")
         encode_text("".join(words), "the vocabulary")
-        self.model, self.words = model, words
+        self.model = model
         self._ids = {word: i for i, word in enumerate(words)}
         if missing := [word for word in _MARIAN_SYMBOLS if word not in self._ids]:
             raise TextError(f"the vocabulary has no {', '.join(missing)}")
         unk, pad, eos = (self._ids[word] for word in _MARIAN_SYMBOLS)
-        super().__init__(SpecialIds(unk, pad, pad, eos))
-
-    @property
-    def size(self) -> int:
-        return len(self.words)
+        super().__init__(words, SpecialIds(unk, pad, pad, eos))
 
     def _encode(self, lines: list[str]) -> list[list[int]]:
         codes = [_LANGUAGE_CODE.match(line)[0] for line in lines]  # type: ignore[index]
@@ -212,9 +194,6 @@ class MarianTokenizer(Tokenizer):
         """Return the detokenised text; padding and eos are dropped, unk shows as U+2047 between spaces."""
         text: str = self._processor.decode(self.pieces(self.special_ids.drop(ids)))
         return text.replace("\u2581", " ").strip()  # sentencepiece leaves U+2581 in pieces of the other side
-
-    def pieces(self, ids: Iterable[int]) -> list[str]:
-        return [self.words[int(i)] for i in ids]
 
     def _stored(self) -> tuple[dict[str, Any], dict[str, bytes]]:
         return {"size": self.size}, {MODEL_FILE: self.model, PIECES_FILE: json_bytes(self.words)}

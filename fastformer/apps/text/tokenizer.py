@@ -58,13 +58,15 @@ class Tokenizer:
     """The base of all tokenizers.
 
     Attributes:
+        words: the word or piece of each id, special symbols included.
         special_ids: the special ids; also as `unk_id`, `pad_id`, `bos_id` and `eos_id`.
         lowercase: whether text is lower-cased before it is encoded.
     """
 
     kind: ClassVar[str]
 
-    def __init__(self, special_ids: SpecialIds, lowercase: bool = False) -> None:
+    def __init__(self, words: Sequence[str], special_ids: SpecialIds, lowercase: bool = False) -> None:
+        self.words = list(words)
         self.special_ids, self.lowercase = special_ids, check_value("lowercase", lowercase, bool)
         self.unk_id, self.pad_id = special_ids.unk_id, special_ids.pad_id
         self.bos_id, self.eos_id = special_ids.bos_id, special_ids.eos_id
@@ -72,7 +74,7 @@ class Tokenizer:
     @property
     def size(self) -> int:
         """Number of ids, special ones included."""
-        raise NotImplementedError
+        return len(self.words)
 
     def encode(self, text: str) -> list[int]:
         """Return the ids of a text, no special ids added; unknown pieces or words give `unk_id`."""
@@ -99,7 +101,7 @@ class Tokenizer:
 
     def pieces(self, ids: Iterable[int]) -> list[str]:
         """Return the piece or word behind each id, special ones included."""
-        raise NotImplementedError
+        return [self.words[int(i)] for i in ids]
 
     def save(self, folder: str | Path) -> None:
         """Write the tokenizer into a folder, which is created if it does not exist: tokenizer.json is last."""

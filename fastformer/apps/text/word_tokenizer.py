@@ -64,16 +64,14 @@ class WordTokenizer(Tokenizer):
         lowercase: bool = False,
         splitting: Splitting = "punctuation",
     ) -> None:
-        super().__init__(special_ids or SpecialIds(), lowercase)
-        self.words = list(words)
+        super().__init__(words, special_ids or SpecialIds(), lowercase)
         self.splitting = check_value("splitting", splitting, str, choices=SPLITTINGS)
         encode_text("".join(self.words), "a word")  # so that the table can be saved
         names = self.special_ids.names()
-        if any(i >= len(self.words) or self.words[i] != name for i, name in names.items()):
-            raise TextError(f"the special symbols must stand at their ids in the word table: {names}")
         self._ids = {word: i for i, word in enumerate(self.words) if i not in names}
-        if len(self._ids) + len(names) != len(self.words):
-            raise TextError("the word table holds a word twice")
+        at_their_ids = all(i < self.size and self.words[i] == name for i, name in names.items())
+        if not at_their_ids or len(self._ids) + len(names) != self.size:
+            raise TextError(f"the table must hold every word once, and the special symbols at their ids: {names}")
         self._ids[UNK] = self.unk_id
 
     @classmethod
@@ -108,10 +106,6 @@ class WordTokenizer(Tokenizer):
             words.insert(i, names[i])
         return cls(words, special_ids, lowercase, splitting)
 
-    @property
-    def size(self) -> int:
-        return len(self.words)
-
     def _encode(self, lines: list[str]) -> list[list[int]]:
         ids, unk = self._ids, self.unk_id
         return [[ids.get(word, unk) for word in split_words(line, self.splitting)] for line in lines]
@@ -120,9 +114,6 @@ class WordTokenizer(Tokenizer):
         """Return the detokenised text; padding, bos and eos are dropped, unk shows as `<unk>`."""
         words = self.pieces(self.special_ids.drop(ids))
         return join_words(words) if self.splitting == "punctuation" else " ".join(words)
-
-    def pieces(self, ids: Iterable[int]) -> list[str]:
-        return [self.words[i] for i in ids]
 
     def _stored(self) -> tuple[dict[str, Any], dict[str, bytes]]:
         settings = {"lowercase": self.lowercase, "splitting": self.splitting, "words": self.words}

@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fastformer.apps.text import TextError, docstring_corpora, english, number_corpus, numbers
-from fastformer.apps.text.numbers import french, german
+from fastformer.apps.text import TextError, docstring_corpora, embedded, english, number_corpus
+from fastformer.apps.text.embedded import french, german
 
 ENGLISH = {
     **dict(enumerate(str.split("zero one two three four five six seven eight nine ten eleven twelve thirteen"))),
@@ -97,7 +97,7 @@ def test_corpus_is_disjoint_deterministic_and_covers_the_small_numbers(language)
     assert [len(part) for part in parts] == [4000, 300, 200]
     assert len({*train.source, *valid.source, *test.source}) == 4500
     assert len({*train.target, *valid.target, *test.target}) == 4500
-    translate = {english(n): numbers.LANGUAGES[language](n) for n in range(1000)}
+    translate = {english(n): embedded.LANGUAGES[language](n) for n in range(1000)}
     assert translate.items() <= dict(zip(train.source, train.target, strict=True)).items()
     assert number_corpus(language, 4000, 300, 200, seed=5) == parts
     assert number_corpus(language, 4000, 300, 200, seed=6)[2] != test
@@ -119,7 +119,7 @@ def test_small_and_impossible_corpora():
 
 
 def test_examples_in_the_docstrings():
-    assert doctest.testmod(numbers) == (0, 3)
+    assert doctest.testmod(embedded) == (0, 3)
 
 
 SENTENCE = "This docstring number {} has more than the eight words that are needed."

@@ -151,9 +151,9 @@ SYMBOLS = ["<unk>", "<pad>", "<bos>", "<eos>"]
         (None, r"not a JSON file"),
         ([], r"it must hold a JSON object, not list"),
         ({"kind": "bert"}, r"\(unknown kind 'bert'\)"),
-        ({"special_ids": {"pad_id": 9}}, r"its special ids .* are not those of|must stand at their ids"),
+        ({"special_ids": {"pad_id": 9}}, r"its special ids .* are not those of|the special symbols at their ids"),
         ({"lowercase": "false"}, r"lowercase must be true or false"),
-        ({"sha256": "0", "words": [*SYMBOLS, "a", "a"]}, r"sentencepiece\.model is damaged|holds a word twice"),
+        ({"sha256": "0", "words": [*SYMBOLS, "a", "a"]}, r"sentencepiece\.model is damaged|hold every word once"),
         ({"sha256": 5, "words": [*SYMBOLS, "\ud800"]}, r"sentencepiece\.model is damaged|is not text"),
     ],
 )

@@ -167,7 +167,7 @@ class MarianTokenizer(Tokenizer):
     A sentencepiece model splits text into pieces, whose ids are of a list that both sides may share. The decoder begins
     with padding, so `bos_id` is `pad_id`. A language code such as `>>fra<<` at the beginning of a text is one token.
 
-    `words` has every piece, by id. Raises ``TextError`` if `model` is no serialised model or a special piece is missing.
+    `words` has every piece, by id. Raises ``TextError`` for a `model` that is none, and if a special piece is missing.
     """
 
     kind = "marian"

@@ -61,6 +61,12 @@ class Progress:
         else:
             self.line(f"{progress:4.0%}  {text}  left {left}")
 
+    def record(self, record: dict[str, Any] | None, best: bool = False) -> None:
+        """Print the record of an epoch or a validation, if there is one; call it once the results in it are saved."""
+        if record is not None:
+            kind = "mean of training" if record["kind"] == "epoch" else record["kind"]
+            self.line(f"{kind}: {describe(record)}" + ("  best so far, saved" if best else ""))
+
     def line(self, text: str) -> None:
         """Print a line that stays, such as the summary of a validation or the reason of the end."""
         if self._bar is not None:

@@ -5,6 +5,7 @@ last record, and the random generators of each process.
 """
 
 import dataclasses
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -84,15 +85,13 @@ class Position:
 
     def spent(self, config: TrainConfig, batches: BatchSource) -> float:
         """Return the spent share of the budget, 0 to 1; the largest share of several budgets."""
-        shares = [0.0]
-        if config.steps is not None:
-            shares.append(self.step / config.steps)
-        if config.minutes is not None:
-            shares.append(self.seconds / max(60 * config.minutes - self.reserve, 1e-9))
-        if config.epochs is not None:
-            in_epoch = self.batch / max(batches.batches_in(self.epoch), 1) if self.batch else 0.0
-            shares.append((self.epoch + in_epoch) / config.epochs)
-        return min(max(shares), 1.0)
+        in_epoch = self.batch / max(batches.batches_in(self.epoch), 1) if self.batch and config.epochs else 0.0
+        in_steps, in_epochs = (
+            self.step / (config.steps or math.inf),
+            (self.epoch + in_epoch) / (config.epochs or math.inf),
+        )
+        in_minutes = self.seconds / max(60 * config.minutes - self.reserve, 1e-9) if config.minutes else 0.0
+        return min(max(in_steps, in_epochs, in_minutes), 1.0)
 
 
 @dataclass(frozen=True)
@@ -113,12 +112,8 @@ class Result:
 class RunState:
     """Saves and restores a run of `model`; all processes call the same methods.
 
-    Attributes:
-        at: position of the run.
-        sums: sums since the last record.
-        metrics: of the last validation; empty if the weights were trained since.
-        saved_step: step of the last checkpoint; -1 before the first.
-        saved_interim: whether the next checkpoint replaces the last one.
+    metrics: of the last validation; empty if the weights were trained since. saved_step: of the last checkpoint; -1
+    before the first. saved_interim: whether the next checkpoint replaces it.
     """
 
     checkpoints: CheckpointFolder
@@ -152,10 +147,8 @@ class RunState:
 
     def write(self, state: dict[str, Any] | None, best: float | None, interim: bool = False) -> None:
         """Write the model's weights with a state, or without one as the average."""
-        weights, step = whole_weights(self.model, self.processes), self.at.step
-        self.processes.on_main(
-            lambda: self.checkpoints.save(step, weights, state, self.architecture, self.metrics, best, interim)
-        )
+        values = self.at.step, whole_weights(self.model, self.processes), state, self.architecture, self.metrics
+        self.processes.on_main(lambda: self.checkpoints.save(*values, best, interim))
 
     def restore(self) -> Checkpoint:
         """Continue from the last checkpoint; see `Trainer.resume`."""

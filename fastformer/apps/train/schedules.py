@@ -33,12 +33,11 @@ class Schedule:
         Call it in the order of the steps: cosine and linear decay from the progress at which the warmup ended, which
         is not known before the run if the budget is in minutes.
         """
-        config = self.config
+        config, warmup = self.config, max(self.config.warmup_steps, 1)
         lowest = config.min_lr if step >= config.warmup_steps else 0.0
         if config.schedule == "inverse_sqrt":
-            peak = max(config.warmup_steps, 1)
-            return max(config.lr * min(step / peak, math.sqrt(peak / step)), lowest)
-        rate = config.lr * (min(1.0, step / config.warmup_steps) if config.warmup_steps else 1.0)
+            return max(config.lr * min(step / warmup, math.sqrt(warmup / step)), lowest)
+        rate = config.lr * min(1.0, step / warmup)
         if config.schedule in ("plateau", "divide_on_plateau"):
             return max(rate * float(self._state["scale"]), lowest)
         if config.schedule == "constant" or step < config.warmup_steps:

@@ -1,9 +1,8 @@
 """`Trainer`: the training loop of all models.
 
-The loop is independent of the task: it takes batches, a function that sums a batch's loss over its real tokens, and a
-function that validates. `update.py` makes a step, `run_state.py` saves and resumes, `validation.py` decides how much
-time a budget in minutes leaves for validation. Under torchrun each process takes its share of every batch
-(`processes.py`); process 0 validates and writes.
+`update.py` makes a step, `run_state.py` saves and resumes, `validation.py` decides how much time a budget in minutes
+leaves for validation. Under torchrun each process takes its share of every batch (`processes.py`); process 0 validates
+and writes.
 
 The host waits for the device only for a record (every `log_every` steps). On a CPU a loss that is not finite stops the
 run before it reaches the weights; on a GPU at the next record, and before a checkpoint is written.
@@ -30,7 +29,7 @@ from fastformer.apps.train.interrupt import interruptible
 from fastformer.apps.train.metrics import MetricsLog, RunningSums, is_better
 from fastformer.apps.train.parallel import gathered
 from fastformer.apps.train.processes import Processes
-from fastformer.apps.train.progress import Progress, describe
+from fastformer.apps.train.progress import Progress
 from fastformer.apps.train.randomness import preserved_randomness, seed_everything
 from fastformer.apps.train.run_state import BatchSource, Result, RunState
 from fastformer.apps.train.schedules import Schedule
@@ -46,9 +45,8 @@ class Trainer:
     batches: a `BatchSource`. validate(model): {"loss": mean per token, "bleu": …} in eval mode without gradients;
     "perplexity" is added from "loss" when absent, and a text "bleu_signature" is logged beside "bleu". A `Validation`
     scores fewer examples if it would take over a tenth of a budget in minutes; any other function is called as it is.
-    config: `TrainConfig`. architecture: the model's configuration (dataclass or mapping), stored in each checkpoint and
-    compared on resuming; None: `model.config`, if it is a dataclass. The device is that of the parameters.
-    clock: seconds for budget, speed, saves and progress, instead of the clocks that the configuration names.
+    architecture: the model's configuration (dataclass or mapping), stored in each checkpoint and compared on resuming;
+    None: `model.config`, if it is a dataclass. clock: returns seconds, in place of the clocks of the configuration.
 
     Within `join_processes`, all processes make the same Trainer and call the same methods.
     """
@@ -84,7 +82,6 @@ class Trainer:
         self._progress = Progress(show and processes.is_main, clock=self._wall_clock)
         self._time = TimeBudget(config, validate is not None)
         self._log: MetricsLog | None = None  # open in process 0, while `fit` runs
-        self._start, self._save_at = 0.0, 0.0  # by the clock, by the wall clock
         if config.threads is not None:
             torch.set_num_threads(config.threads)
         seed_everything(processes.seed(config.seed))
@@ -95,17 +92,14 @@ class Trainer:
         return self._state.at.end(self.config)
 
     def resume(self) -> Checkpoint:
-        """Continue from the last checkpoint of this run; call it before `fit`.
-
-        Raises CheckpointError naming a file that is damaged or of another model; without its folder, the run continues
-        from the checkpoint before it.
+        """Continue from the last checkpoint of this run; call it before `fit`. Raises CheckpointError naming a damaged
+        file; without the folder of that checkpoint, the run continues from the one before it.
         """
         return self._state.restore()
 
     def fit(self) -> Result:
-        """Train until a budget is spent, patience ends or Ctrl-C, then validate and save; return how it ended.
+        """Train until a budget is spent, patience ends or the first Ctrl-C, then save and validate.
 
-        The first Ctrl-C finishes the step, saves, validates and returns; the second raises KeyboardInterrupt at once.
         Raises DivergedError for a loss or gradient that is not finite, OSError when a checkpoint cannot be written,
         RunLockedError while another process writes to the folder.
         """
@@ -128,9 +122,8 @@ class Trainer:
             progress.line(f"training begins: {self.config.end}; {saves}")
             reason = self._train()
             self._finish(reason)
-            at, checkpoints = self._state.at, self.checkpoints
-            values = self._state.metrics, checkpoints.best_value(), checkpoints.best()
-            return Result(reason, at.step, at.epoch, at.tokens, at.seconds, *values)
+            at, best = self._state.at, (self.checkpoints.best_value(), self.checkpoints.best())
+            return Result(reason, at.step, at.epoch, at.tokens, at.seconds, self._state.metrics, *best)
 
     def _train(self) -> str:
         """Train until the run ends, and return the reason."""
@@ -151,7 +144,7 @@ class Trainer:
             mean = self._write("epoch", self._sums.take_epoch())
             if config.validate_every is None:
                 self._validate_and_save()
-            self._show(mean)
+            self._progress.record(mean)
         return reason
 
     def _step(self, batches: list[Any]) -> None:
@@ -169,11 +162,10 @@ class Trainer:
 
     def _end(self) -> str | None:
         """Decide with the other processes whether the run ends here; save and measure if it is time for that."""
-        at, reserve = self._state.at, self._time.reserve(self._state.at.share)
+        at, reserve = self._state.at, self._time.reserve(self._state.at.share, self._state.at.reserve)
         due = at.step > max(self._state.saved_step, 0) and self._wall_clock() >= self._save_at
-        (at.seconds, at.reserve, save), interrupted = self._processes.agree(
-            (self._seconds(), at.reserve if reserve is None else reserve, float(due)), self._interrupted.is_set()
-        )
+        decisions = self._processes.agree((self._seconds(), reserve, float(due)), self._interrupted.is_set())
+        (at.seconds, at.reserve, save), interrupted = decisions
         reason = "interrupted" if interrupted else at.end(self.config)
         if reason is None:
             paused = self._clock()
@@ -189,21 +181,17 @@ class Trainer:
         paused, at, best, record = self._clock(), self._state.at, None, None
         if self._validation is not None:
             value, record = self._validate("validation")
+            at.worse += 1
             if is_better(self.config.metric, value, at.best_value):
                 at.best_value, at.worse, best = value, 0, value
-            else:
-                at.worse += 1
             if "loss" in self._state.metrics:
                 self._state.schedule.observe(self._state.metrics["loss"])
         self._save(best)
-        self._show(record, best is not None)
+        self._progress.record(record, best is not None)
         self._sums.pause(self._clock() - paused)
 
     def _validate(self, kind: str) -> tuple[float, dict[str, Any] | None]:
-        """Validate in process 0, while the others wait, and return the value of the metric and the record.
-
-        If that fails, save the training so far before raising the error.
-        """
+        """Validate in process 0; return the value of the metric and the record. If that fails, save and raise."""
         try:
             self._measure()
             share, started = self._state.at.share, self._clock()
@@ -215,8 +203,8 @@ class Trainer:
             raise
         self._state.metrics = metrics
         self._time.validation_took(self._clock() - started, share)
-        shared = {} if share == 1 else {"validated_share": share}
-        return metrics[self.config.metric], self._write(kind, {**metrics, **shared})
+        record = metrics if share == 1 else {**metrics, "validated_share": share}
+        return metrics[self.config.metric], self._write(kind, record)
 
     def _measure(self) -> None:
         """Measure once in a run with a budget in minutes what share of the held-out data can be validated."""
@@ -256,12 +244,12 @@ class Trainer:
         """Save and validate at the end; the saved state is that before the validation, as a longer run needs it."""
         if self._state.saved_step != self._state.at.step or self._state.saved_interim:
             self._save()
-        # Also if a run that ended, or was killed at this point, is resumed without a longer budget.
         if self._validation is not None and not self._state.metrics:
             value, record = self._validate("validation")
-            if best := self._processes.on_main(lambda: self._is_best(value)):
+            best = self._processes.on_main(lambda: is_better(self.config.metric, value, self.checkpoints.best_value()))
+            if best:
                 self._processes.on_main(lambda: self.checkpoints.mark_best(self.checkpoints.paths()[-1], value))
-            self._show(record, best)
+            self._progress.record(record, best)
         if self.config.average > 1 and reason != "interrupted":
             self._average()
         self._progress.line(f"ended at step {self._state.at.step:,}: {reason}")
@@ -275,15 +263,12 @@ class Trainer:
             put_weights(self.model, averaged, self.checkpoints.folder)
             if self._validation is not None:
                 value, record = self._validate("average")
-                best = value if self._is_best(value) else None
+                best = value if is_better(self.config.metric, value, self.checkpoints.best_value()) else None
             self._state.write(None, best)
         finally:
             put_weights(self.model, weights, self.checkpoints.folder)
             self._state.metrics = metrics
-        self._show(record, best is not None)
-
-    def _is_best(self, value: float) -> bool:
-        return is_better(self.config.metric, value, self.checkpoints.best_value())
+        self._progress.record(record, best is not None)
 
     def _write(self, kind: str, values: Mapping[str, Any]) -> dict[str, Any] | None:
         """Write a record and return it; None in a process that does not write."""
@@ -295,12 +280,6 @@ class Trainer:
         if kind in ("train", "epoch"):  # a validation's record counts once it is saved
             at.records = self._log.count
         return record
-
-    def _show(self, record: dict[str, Any] | None, best: bool = False) -> None:
-        """Show a record; to be called once the results in it are saved."""
-        if record is not None:
-            kind = "mean of training" if record["kind"] == "epoch" else record["kind"]
-            self._progress.line(f"{kind}: {describe(record)}" + ("  best so far, saved" if best else ""))
 
     def _report(self) -> None:
         """Write a record every `log_every` steps, and show the progress every few seconds."""

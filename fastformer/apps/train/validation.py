@@ -100,8 +100,8 @@ class TimeBudget:
         """Return the largest share of the held-out data that is validated within a tenth of the budget."""
         return min(1.0, _VALIDATION * self._limit / max((self._validation or 0.0) * self._step, 1e-9))
 
-    def reserve(self, share: float) -> float | None:
-        """Return the seconds that the next step and the end of the run take; None before a validation was measured."""
+    def reserve(self, share: float, before: float) -> float:
+        """Return the seconds that the next step and the end of the run take; `before` a validation was measured."""
         if self._limit == math.inf or self._validation is None:
-            return 0.0 if self._limit == math.inf else None
+            return before
         return self._step + self._at_end * (self.save_seconds + share * self._validation * self._step)

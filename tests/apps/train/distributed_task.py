@@ -12,6 +12,7 @@ import torch
 import torch.distributed
 from torch import Tensor, nn
 
+import fastformer
 from fastformer.apps.language.model import LanguageModel, language_model_loss
 from fastformer.apps.text import LanguageBatches
 from fastformer.apps.text.batch import share_of
@@ -208,8 +209,40 @@ def caches(rank: int, folder: Path) -> Any:
     return {"plain": plain, "gathered": decoded(model), "message": message}
 
 
+# Sentences of both processes; in the first step the second process has nothing but padding.
+LENGTHS = [([[5, 2, 0], [0, 0, 0]], [[1, 4, 3], [0, 0, 0]]), ([[1, 1, 2], [5, 5, 5]], [[2, 0, 4], [4, 4, 3]])]
+
+
+def transformer_loss(model: nn.Module, step: int, rank: int) -> Tensor:
+    torch.manual_seed(10 * step + rank)
+    sides = [(5, LENGTHS[step][0][rank]), (4, LENGTHS[step][1][rank])]
+    padding = [torch.arange(size) >= torch.tensor(lengths)[:, None] for size, lengths in sides]
+    source, target = (torch.randn(3, size, 8, dtype=torch.float64) for size, _ in sides)
+    masks = {"src_key_padding_mask": padding[0], "tgt_key_padding_mask": padding[1]}
+    return model(source, target, memory_key_padding_mask=padding[0], **masks).pow(3).sum()
+
+
+def transformer_steps(wrapper: Any, loss: Callable[[nn.Module, int], Tensor]) -> dict[str, Tensor]:
+    """Return the parameters of a converted Transformer after two steps."""
+    torch.manual_seed(0)
+    model = nn.Transformer(8, 2, 1, 1, 16, 0.0, batch_first=True, dtype=torch.float64)
+    fastformer.convert(model)
+    wrapped, optimizer = wrapper(model), torch.optim.SGD(model.parameters(), 0.01)
+    for step in range(2):
+        optimizer.zero_grad()
+        loss(wrapped, step).backward()
+        optimizer.step()
+    return model.state_dict()
+
+
+def padding_alone(rank: int, folder: Path) -> Any:
+    loss = lambda model, step: transformer_loss(model, step, rank)  # noqa: E731
+    weights = transformer_steps(nn.parallel.DistributedDataParallel, loss)
+    torch.save(weights, folder / f"transformer-{rank}.pt")
+
+
 SCENARIOS: dict[str, tuple[Callable[[int, Path], Any], ...]] = {
-    "ddp": (whole, resumed, dropout, plateau, failing),
+    "ddp": (whole, resumed, dropout, plateau, failing, padding_alone),
     "fsdp": (sharded, language, caches),
 }
 

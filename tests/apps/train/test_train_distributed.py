@@ -3,6 +3,7 @@
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -16,10 +17,19 @@ import torch.distributed
 from fastformer.apps.train import CheckpointFolder, ProcessError, Processes, join_processes, read_metrics
 from fastformer.apps.train.processes import local_device
 from fastformer.apps.translation.run import load_translator
-from tests.apps.train.distributed_task import WORLD, double_trainer, language, resume, work
+from tests.apps.train.distributed_task import (
+    WORLD,
+    double_trainer,
+    language,
+    resume,
+    transformer_loss,
+    transformer_steps,
+    work,
+)
+from tests.support.closeness import assert_close
 from tests.support.command_line import fastformer
 from tests.support.processes import start_processes
-from tests.support.python import variables
+from tests.support.python import ROOT, variables
 
 if not torch.distributed.is_available():
     pytest.skip("torch without torch.distributed", allow_module_level=True)
@@ -87,6 +97,15 @@ def test_the_losses_are_those_of_one_process(ddp):
     assert counts == list(range(1, 21))  # each record once
     for each in seen:  # accumulated batches are exchanged once a step; the model is one bucket
         assert each["whole"] == {"steps": 20, "exchanges": 20}
+
+
+def test_a_process_with_padding_alone_takes_part(ddp):
+    folder, _ = ddp
+    mean = lambda model, step: sum(transformer_loss(model, step, rank) for rank in range(WORLD)) / WORLD  # noqa: E731
+    for name, expected in transformer_steps(lambda model: model, mean).items():
+        for rank in range(WORLD):
+            found = torch.load(folder / f"transformer-{rank}.pt", weights_only=True)[name]
+            assert_close(found, expected, roundings=1e3)
 
 
 def test_a_run_goes_on_with_another_number_of_processes(ddp):
@@ -227,3 +246,71 @@ def test_gathered_layers_decode_with_a_cache_and_others_say_why_not(fsdp):
         assert each["caches"]["message"] == (
             "layers.0 is sharded, and decoding with a cache does not gather parameters: call unshard() on it"
         )
+
+
+# In process 0, gloo is the last to hold a tensor, and takes half a second to let it go.
+HELD = """
+import sys, time, weakref
+import torch
+import torch.distributed as dist
+from fastformer.apps.train import join_processes, processes as module
+
+def hold(processes):
+    x = torch.ones(3)
+    if processes.rank == 0:
+        weakref.finalize(x, time.sleep, 0.5).atexit = False
+    else:
+        time.sleep(0.3)
+    work = dist.all_reduce(x, group=processes.control, async_op=True)
+    if processes.rank == 1:
+        work.wait()
+        time.sleep(0.5)
+    del x, work
+    time.sleep(0.4)
+"""
+COMMAND = """
+import typer
+from fastformer.apps.cli import app, main
+
+@app.command("hold")
+def command(code: int) -> None:
+    with join_processes() as processes:
+        hold(processes)
+        print("held", processes.rank)
+    if code:
+        raise typer.Exit(code)
+
+main()
+"""
+
+
+def free_port() -> int:
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        return int(free.getsockname()[1])
+
+
+def ends(program: str, *arguments: str) -> list[tuple[int, str, str]]:
+    """Exit codes and what two processes wrote."""
+    port = free_port()
+    known = {"WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": str(port), "OMP_NUM_THREADS": "1"}
+    paths = {"PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'kernels'}"}
+    started = [
+        subprocess.Popen(
+            [sys.executable, "-c", program, *arguments],
+            env={**os.environ, **known, **paths, "RANK": str(rank), "LOCAL_RANK": str(rank)},
+            stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+        )
+        for rank in range(2)
+    ]  # fmt: skip
+    try:
+        said = [process.communicate(timeout=120) for process in started]
+        return [(process.returncode, *both) for process, both in zip(started, said, strict=True)]
+    finally:
+        for process in started:
+            process.kill()
+
+
+@pytest.mark.slow  # processes that import torch
+def test_a_command_ends_with_its_own_exit_code():
+    assert ends(HELD + COMMAND, "hold", "3") == [(3, "held 0\n", ""), (3, "held 1\n", "")]

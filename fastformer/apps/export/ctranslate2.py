@@ -5,7 +5,7 @@ source. Positions that are added to embeddings are written as a table, because t
 another order; CTranslate2 refuses sequences beyond the end of the table.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal, get_args
 
@@ -56,18 +56,36 @@ def export_ctranslate2(
             wrong.
     """
     application = application_for(model, tokenizers)
-    if application.kind not in _SPECS:
+    if application.kind not in ("translation", "language"):
         raise ValueError(f"CTranslate2 has no models like {type(model).__name__}; export it as safetensors")
     try:
         import ctranslate2.specs as specs
     except ImportError as error:
         raise ImportError("export to CTranslate2 needs ctranslate2: pip install 'fastformer[ctranslate2]'") from error
     check_value("quantization", quantization, str, choices=get_args(Quantization))
-    c = model.config
-    vocabularies = [tokenizer.pieces(range(tokenizer.size)) for tokenizer in tokenizers]
-    spec = _SPECS[application.kind](model, specs, _settings(c, specs), vocabularies)
-    target = vocabularies[-1]
-    _linear(spec.decoder.projection, model.output.weight, model.output.bias)
+    c, translates = model.config, application.kind == "translation"
+    if translates and c.qk_norm:  # CTranslate2 4.8 leaves it out of cross-attention without an error
+        raise ValueError("CTranslate2 has no cross-attention with qk_norm")
+    settings: dict[str, Any] = {"num_heads": c.heads, **_settings(c, specs)}
+    *source, target = (tokenizer.pieces(range(tokenizer.size)) for tokenizer in tokenizers)
+    layers = len(model.decoder.layers)
+    decoder = specs.TransformerDecoderSpec(layers, with_encoder_attention=translates, **settings)
+    if translates:
+        encoder = specs.TransformerEncoderSpec(len(model.encoder.layers), **settings)
+        spec = specs.TransformerSpec(encoder, decoder)
+        _embedding(encoder.embeddings[0], encoder, model.source_embedding)
+        _embedding(decoder.embeddings, decoder, model.target_embedding)
+        _stack(encoder, model.encoder)
+        spec.register_source_vocabulary(*source)
+        spec.register_target_vocabulary(target)
+        spec.config.add_source_eos = True
+        spec.config.decoder_start_token = target[c.bos_id]
+    else:
+        spec = specs.TransformerDecoderModelSpec(decoder)
+        _embedding(decoder.embeddings, decoder, model.embedding)
+        spec.register_vocabulary(target)
+    _stack(decoder, model.decoder)
+    _linear(decoder.projection, model.output.weight, model.output.bias)
     spec.config.unk_token = target[tokenizers[-1].unk_id]
     spec.config.bos_token, spec.config.eos_token = target[c.bos_id], target[c.eos_id]
     spec.config.layer_norm_epsilon = c.norm_eps
@@ -76,39 +94,6 @@ def export_ctranslate2(
     with export_folder(folder) as new:
         spec.save(str(new))
         application.save_tokenizers(new, tokenizers)
-
-
-def _translation(model: Any, specs: Any, settings: dict[str, Any], vocabularies: list[list[str]]) -> Any:
-    if model.config.qk_norm:  # CTranslate2 4.8 leaves it out of cross-attention without an error
-        raise ValueError("CTranslate2 has no cross-attention with qk_norm")
-    heads = model.config.heads
-    encoder = specs.TransformerEncoderSpec(len(model.encoder.layers), heads, **settings)
-    decoder = specs.TransformerDecoderSpec(len(model.decoder.layers), heads, **settings)
-    spec = specs.TransformerSpec(encoder, decoder)
-    _embedding(spec.encoder.embeddings[0], spec.encoder, model.source_embedding)
-    _embedding(spec.decoder.embeddings, spec.decoder, model.target_embedding)
-    _stack(spec.encoder, model.encoder)
-    _stack(spec.decoder, model.decoder)
-    source, target = vocabularies
-    spec.register_source_vocabulary(source)
-    spec.register_target_vocabulary(target)
-    spec.config.add_source_eos = True
-    spec.config.decoder_start_token = target[model.config.bos_id]
-    return spec
-
-
-def _language(model: Any, specs: Any, settings: dict[str, Any], vocabularies: list[list[str]]) -> Any:
-    layers = len(model.decoder.layers)
-    decoder = specs.TransformerDecoderSpec(layers, model.config.heads, with_encoder_attention=False, **settings)
-    spec = specs.TransformerDecoderModelSpec(decoder)
-    _embedding(spec.decoder.embeddings, spec.decoder, model.embedding)
-    _stack(spec.decoder, model.decoder)
-    spec.register_vocabulary(*vocabularies)
-    return spec
-
-
-# Kind of run -> function that returns CTranslate2's spec of a model, without the output projection.
-_SPECS: dict[str, Callable[..., Any]] = {"translation": _translation, "language": _language}
 
 
 def _settings(c: ModelSettings, specs: Any) -> dict[str, Any]:
@@ -143,7 +128,7 @@ def _settings(c: ModelSettings, specs: Any) -> dict[str, Any]:
     }
 
 
-def _array(x: Tensor) -> Any:
+def _array(x: Any) -> Any:
     return x.detach().float().cpu().contiguous().numpy()
 
 
@@ -154,10 +139,9 @@ def _linear(spec: Any, weight: Tensor, bias: Tensor | None) -> None:
 
 
 def _norm(spec: Any, norm: nn.Module) -> None:
-    weight, bias = norm.weight, getattr(norm, "bias", None)
-    spec.gamma = _array(weight)  # type: ignore[arg-type]
+    spec.gamma = _array(norm.weight)
     if not isinstance(norm, nn.RMSNorm):
-        spec.beta = _array(torch.zeros_like(weight) if bias is None else bias)  # type: ignore[arg-type]
+        spec.beta = _array(torch.zeros_like(norm.weight) if norm.bias is None else norm.bias)  # type: ignore[arg-type]
 
 
 def _embedding(spec: Any, stack: Any, embedding: Embedding) -> None:

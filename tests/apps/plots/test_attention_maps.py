@@ -2,7 +2,6 @@
 
 import pytest
 import torch
-from torch import nn
 
 from fastformer.apps.classification.model import SequenceClassifier, TokenClassifier
 from fastformer.apps.language.sampling import TextGenerator
@@ -22,30 +21,17 @@ IDS = [2, 5, 9, 16, 5]
 TOKENS = ["<bos>", "the", "cat", "sat", "the"]
 
 
-def weights_of_torch(twin: nn.Module) -> torch.Tensor:
-    """What each of the twin's attentions weighs when it reads IDS: `[layers, H, T, T]`."""
-    return torch.stack(weights_of(twin, torch.tensor([IDS]), torch.tensor([len(IDS)])))
-
-
-def models_of(variant: str) -> list[tuple[nn.Module, nn.Module]]:
-    """A language model and classifiers, and their twins of torch's layers."""
-    options = VARIANTS[variant]
-    language = random_model(3, **options)
-    pairs = [(language, TorchTwin(language.config).copy(language))]
-    for kind in (TokenClassifier, SequenceClassifier):
-        model = single_stack.random_model(kind, 3, **options)
-        pairs.append((model, TorchTwin(model.config, kind).copy(model)))
-    return pairs
-
-
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_of_one_sequence_are_those_of_torchs_layers(variant):
-    for number, (model, twin) in enumerate(models_of(variant)):
-        maps = attend_ids(model, IDS, TOKENS)
-        assert maps.weights.shape == (2, 3, 5, 5)
-        assert (maps.weights.triu(1).abs().max() == 0) == (number == 0)  # causal
-        torch.testing.assert_close(maps.weights, weights_of_torch(twin), atol=1e-5, rtol=1e-5)
-        assert not maps.weights.requires_grad
+@pytest.mark.parametrize("kind", [None, TokenClassifier, SequenceClassifier], ids=str)
+def test_of_one_sequence_are_those_of_torchs_layers(variant, kind):
+    """Of a language model and of classifiers."""
+    options = VARIANTS[variant]
+    model = single_stack.random_model(kind, 3, **options) if kind else random_model(3, **options)
+    twin = TorchTwin(model.config, *[kind] * (kind is not None)).copy(model)
+    maps = attend_ids(model, IDS, TOKENS)
+    expected = torch.stack(weights_of(twin, torch.tensor([IDS]), torch.tensor([len(IDS)])))
+    torch.testing.assert_close(maps.weights, expected, atol=1e-5, rtol=1e-5)
+    assert not maps.weights.requires_grad
 
 
 def words(context: int = 8, first_id: int | None = None) -> TextGenerator:

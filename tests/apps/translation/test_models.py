@@ -134,34 +134,20 @@ def test_sinusoidal_table_grows(dtype, inference):
 
 
 def test_tables_are_not_in_the_checkpoint():
-    for positions in ("sinusoidal", "learned"):
-        model = random_model(positions=positions)
-        assert not [name for name in model.state_dict() if "table" in name]
     long = TranslationModel(config(max_positions=64))
     long.load_state_dict(TranslationModel(config(max_positions=8)).state_dict())
 
 
 @pytest.mark.parametrize("norm_first", [True, False])
 @pytest.mark.parametrize("final_norm", [True, False])
-def test_attention_maps(norm_first, final_norm):
-    """Every layer and head; rows are distributions; the weights are those that torch's layers apply."""
+def test_attention_maps_are_the_weights_of_torchs_layers(norm_first, final_norm):
     model = random_model(11, encoder_layers=2, decoder_layers=3, norm_first=norm_first, final_norm=final_norm)
     generator = torch.Generator().manual_seed(0)
     source = torch.tensor([*random_ids(4, generator), 3])
     target_in = torch.tensor([BOS, *random_ids(6, generator)])
     maps = model.attention_maps(source, target_in)
-    assert {name: tuple(weights.shape) for name, weights in maps.items()} == {
-        "encoder": (2, 3, 5, 5),
-        "decoder": (3, 3, 7, 7),
-        "cross": (3, 3, 7, 5),
-    }
-    for weights in maps.values():
-        assert not weights.requires_grad
-        torch.testing.assert_close(weights.sum(-1), torch.ones(weights.shape[:-1]))
-    assert maps["decoder"].triu(1).abs().max() == 0
-
+    assert not any(weights.requires_grad for weights in maps.values())
     twin = TorchTwin(model.config).copy(model).train()  # all dropout is 0
     seen = weights_of(twin, source[None], target_in[None])
-    torch.testing.assert_close(maps["encoder"], torch.stack(seen[:2]), atol=1e-5, rtol=1e-5)
-    torch.testing.assert_close(maps["decoder"], torch.stack(seen[2::2]), atol=1e-5, rtol=1e-5)
-    torch.testing.assert_close(maps["cross"], torch.stack(seen[3::2]), atol=1e-5, rtol=1e-5)
+    expected = {"encoder": seen[:2], "decoder": seen[2::2], "cross": seen[3::2]}
+    torch.testing.assert_close(maps, {name: torch.stack(x) for name, x in expected.items()}, atol=1e-5, rtol=1e-5)

@@ -217,10 +217,7 @@ def default_text(item: "Field[Any]") -> str:
 def refuse_idle(given: Given, sections: Mapping[str, Any], *others: Any) -> None:
     """Raise ValueError for settings that were given and have no effect, naming all and the unmet conditions.
 
-    Args:
-        given: settings that a user stated; False needs no effect.
-        sections: all settings, by section.
-        others: further objects whose attributes conditions may name.
+    A given False needs no effect. others: further objects whose attributes conditions may name.
     """
     everything = (*sections.values(), *others)
     idle = []

@@ -65,8 +65,6 @@ def _main() -> None:
         _fail(f"out of memory ({_one_line(error)[:200]})")
     except KeyboardInterrupt:
         sys.exit(130)
-    finally:
-        _discard_broken_streams()
 
 
 def _fail(message: str | None) -> NoReturn:
@@ -74,18 +72,6 @@ def _fail(message: str | None) -> NoReturn:
         with suppress(OSError):
             print(f"error: {describe_process()}{message}", file=sys.stderr)
     sys.exit(2)
-
-
-def _discard_broken_streams() -> None:
-    """Redirect a standard stream to /dev/null if it cannot be flushed: Python would end with exit status 120."""
-    for stream in filter(None, (sys.stdout, sys.stderr)):
-        try:
-            stream.flush()
-        except (OSError, ValueError):
-            with suppress(OSError, ValueError):
-                null = os.open(os.devnull, os.O_WRONLY)
-                os.dup2(null, stream.fileno())
-                os.close(null)
 
 
 def _one_line(error: Exception) -> str:

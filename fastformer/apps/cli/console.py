@@ -45,13 +45,8 @@ def input_batches(
     From a pipe, a list has one batch of lines, so that answers come before the pipe ends. From a file, it has `ahead`
     batches, so that lines of similar length can be batched. Typed lines are lists of one line.
 
-    Args:
-        texts: the arguments, returned as one list.
-        input: the file; without arguments and a file, standard input is read.
-        output: the file to write, which `check_output` has checked.
-        what: a name for the texts in messages.
-        batch_size: lines in a batch.
-        ahead: batches in a list, if the input is a file.
+    texts: the arguments, returned as one list. input: None: standard input is read. output: the file to write. what: a
+    name for the texts in messages. ahead: batches in a list, if the input is a file.
     """
     check_value("batch_size", batch_size, int, at_least=1)
     if texts and input is not None:

@@ -103,9 +103,7 @@ def with_settings(
 
     The command receives the given flags as one keyword argument a section: `model={"heads": 4}`.
 
-    Args:
-        chosen: names of settings that the command chooses if their flags are not given.
-        sections: name of the keyword argument -> settings.
+    chosen: names of settings that the command chooses if their flags are not given. sections: settings by argument.
     """
 
     def decorate(command: Callable[..., None]) -> Callable[..., None]:

@@ -34,37 +34,25 @@ _IDS = ("pad_id", "bos_id", "eos_id")
 
 @dataclass(frozen=True)
 class Application:
-    """One kind of run. A setting whose default is None must keep that default: config.toml leaves unset values out.
+    """One kind of run. A setting whose default is None must keep that default: config.toml leaves unset values out."""
 
-    Attributes:
-        kind, title: names of the kind in config.toml and in messages.
-        use, command: the commands that use and train such a run.
-        data, model, train: classes of the settings; `train` is `TrainConfig`, or a subclass with other defaults.
-        network: class of the model, constructed from `model`.
-        length: name of the setting of `data` that limits the length of sequences.
-        vocabularies: names of the settings of `model` that are the sizes of the tokenizers.
-        tokenizers: folders of the tokenizers within the run folder.
-        reading: names of settings of `data` that a model cannot be used without.
-        automatic: names of the settings that the command chooses if they are not given: see `automatic_settings`.
-        pretrained: reads the tokenizers from a folder of transformers, with whose model a run may begin.
-        counted: settings of `model` that are computed from the settings of `data`.
-    """
-
-    kind: str
-    title: str
-    use: str
-    command: str
-    data: type
+    kind: str  # in config.toml
+    title: str  # in messages
+    use: str  # the command that uses such a run
+    command: str  # the command that trains such a run
+    data: type  # classes of settings
     model: type
-    network: type[nn.Module]
-    train: type[TrainConfig]
-    length: str
-    vocabularies: tuple[str, ...]
-    tokenizers: tuple[str, ...]
-    reading: tuple[str, ...]
-    automatic: tuple[str, ...] = ()
-    pretrained: Callable[[Path], tuple[Tokenizer, ...]] | None = None
-    counted: Mapping[str, Callable[[Any], int]] = field(default_factory=dict)
+    network: type[nn.Module]  # constructed from `model`
+    train: type[TrainConfig]  # or a subclass with other defaults
+    length: str  # setting of `data` that limits the length of sequences
+    vocabularies: tuple[str, ...]  # settings of `model` that are the sizes of the tokenizers
+    tokenizers: tuple[str, ...]  # their folders within the run folder
+    reading: tuple[str, ...]  # settings of `data` that a model cannot be used without
+    automatic: tuple[str, ...] = ()  # settings that the command chooses if they are not given
+    pretrained: Callable[[Path], tuple[Tokenizer, ...]] | None = None  # reads the tokenizers of a model of transformers
+    counted: Mapping[str, Callable[[Any], int]] = field(
+        default_factory=dict
+    )  # settings of `model` computed from `data`
 
     @property
     def derived(self) -> dict[str, str]:
@@ -109,14 +97,9 @@ class Application:
     ) -> tuple[nn.Module, tuple[Tokenizer, ...], dict[str, Any], Any]:
         """Return the model that a run begins with, its tokenizers, and the settings of the run's model and data.
 
-        Args:
-            folder: a run (its best weights), an exported model, or a model of transformers.
-            model: settings that change those of the model: dropout rates.
-            data: settings of the run's data; those that were not given are the folder's.
-            given: None: all were given.
-
-        Raises ValueError if runs of this kind cannot begin with it or a setting cannot be changed; also the errors of
-        `load` and `pretrained`.
+        folder: a run (its best weights), an exported model, or a model of transformers. model: dropout rates only. Of
+        `data`, the folder's settings replace those that were not given (None: all were given). Raises ValueError if
+        runs of this kind cannot begin with it; also the errors of `load` and `pretrained`.
         """
         if fixed := [name for name in model if name not in RATES]:
             raise ValueError(f"{', '.join(fixed)}: set by the model of {folder}; only {', '.join(RATES)} may be given")

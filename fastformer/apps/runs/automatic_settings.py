@@ -46,12 +46,12 @@ _TRIAL_TOKENS = 1000, 4000  # of a step: on a CPU; on a GPU, where launches woul
 
 
 class Size(NamedTuple):
-    """A model's width, the width of its feed-forward layers / d_model, and the tokens that it needs at least."""
+    """A row of the table of sizes."""
 
     d_model: int
-    widening: int
-    budget: float  # tokens that the budget pays for
-    corpus: float  # tokens of the corpus
+    widening: int  # width of the feed-forward layers / d_model
+    budget: float  # least tokens that the budget pays for
+    corpus: float  # least tokens of the corpus
 
 
 # `Task.layers` has the number of layers for each row, which differs by kind of run.
@@ -66,25 +66,16 @@ SIZES = (
 
 @dataclass(frozen=True)
 class Task:
-    """Description of what a run trains.
+    """Description of what a run trains."""
 
-    layers: names of the settings that count layers, each with its value in every row of `SIZES`.
-    tokens: tokens of the training text, as batches count them.
-    batch: name of the setting of the batch size; None if batches of `unit` tokens are fixed.
-    unit: tokens for each unit of that setting: 1, or the tokens of a sentence.
-    per_target: tokens for each target of the loss: 1, or the tokens of a text that has one label.
-    longest: tokens of the longest text, which must fit into a batch.
-    data: names of settings of the data, as `layers`. model, train: settings that suit this kind of run.
-    """
-
-    layers: Mapping[str, Sequence[int]]
-    tokens: int
-    batch: str | None = "batch_tokens"
-    unit: float = 1.0
-    per_target: float = 1.0
-    longest: int = 1
-    data: Mapping[str, Sequence[int]] = field(default_factory=dict)
-    model: Mapping[str, Any] = field(default_factory=dict)
+    layers: Mapping[str, Sequence[int]]  # settings that count layers, each with its value in every row of `SIZES`
+    tokens: int  # of the training text, as batches count them
+    batch: str | None = "batch_tokens"  # setting of the batch size; None: batches of `unit` tokens are fixed
+    unit: float = 1.0  # tokens for each unit of that setting: 1, or the tokens of a sentence
+    per_target: float = 1.0  # tokens for each target of the loss: 1, or the tokens of a text that has one label
+    longest: int = 1  # tokens of the longest text, which must fit into a batch
+    data: Mapping[str, Sequence[int]] = field(default_factory=dict)  # settings of the data, as `layers`
+    model: Mapping[str, Any] = field(default_factory=dict)  # settings that suit this kind of run
     train: Mapping[str, Any] = field(default_factory=dict)
 
 
@@ -125,14 +116,9 @@ def choose(
 ) -> Choice:
     """Choose the settings that a user did not give.
 
-    Args:
-        defaults: class of the model's settings.
-        model: given settings of the model.
-        train: settings of training as given, with defaults.
-        given: names of all settings that a user gave.
-        speed: returns targets of the loss per second for a choice's shape; called only if `train` has minutes.
-        data: settings of the data that are chosen already.
-        on_gpu: whether the run is on a GPU, on which these rules were not measured.
+    defaults: class of the model's settings. model, train: settings as given, of training with defaults. given: names of
+    all given settings. speed: returns targets of the loss per second for a choice's shape; called only if `train` has
+    minutes. data: settings of the data that are chosen already. on_gpu: the rules were not measured on a GPU.
     """
     rates: dict[str, float] = {}  # measured once for rows of the same shape
 

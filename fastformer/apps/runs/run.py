@@ -201,15 +201,11 @@ class Run(ABC):
             folder: new or empty, or a run of this kind that ended before its first checkpoint, which is replaced.
             data, model, train: settings; of the model, without those computed from the tokenizers.
             device: of the model.
-            pretrained: folder of the model and tokenizers that the run begins with; see `Application.begin_with`. The
-                data's `tokenizer` must then be "pretrained", and `model` may hold dropout rates only.
-            given: settings that a user stated, by section. Others are chosen, unless the run begins with a model. None:
-                none is chosen.
+            pretrained: folder that the run begins with; see `Application.begin_with`. `data.tokenizer` is "pretrained".
+            given: names of the settings that a user stated, by section; others are chosen. None: none is chosen.
 
-        Raises:
-            FileExistsError: the folder holds a run or other files; raised before data is read.
-            fastformer.apps.system.run_lock.RunLockedError: another process writes to the folder.
-            ValueError: see `check`; raised before data is read.
+        Raises before data is read: FileExistsError for a folder with a run or other files, RunLockedError if another
+        process writes to it, and the errors of `check`.
         """
         if (data.tokenizer == PRETRAINED) != (pretrained is not None):
             raise ValueError(f"tokenizer must be {PRETRAINED} with a model to begin with (--from), and only then")
@@ -245,11 +241,8 @@ class Run(ABC):
     ) -> Self:
         """Open a run to resume it, with changed [train] settings such as a longer budget; `fit` saves them.
 
-        Raises:
-            FileNotFoundError: the folder holds no run.
-            fastformer.apps.system.run_lock.RunLockedError: another process writes to the folder.
-            ValueError: the run is of another kind, a setting cannot change or has no effect, or the training or
-                validation data differs from the data that the run was started with.
+        Raises FileNotFoundError without a run, RunLockedError if another process writes to it, and ValueError if the
+        run is of another kind, a setting cannot change or has no effect, or the data differs from what it was.
         """
         folder = Path(folder)
         read_kind(folder)

@@ -141,7 +141,7 @@ def _linear(spec: Any, weight: Tensor, bias: Tensor | None) -> None:
 def _norm(spec: Any, norm: nn.Module) -> None:
     spec.gamma = _array(norm.weight)
     if not isinstance(norm, nn.RMSNorm):
-        spec.beta = _array(torch.zeros_like(norm.weight) if norm.bias is None else norm.bias)  # type: ignore[arg-type]
+        spec.beta = _array(torch.zeros_like(norm.weight) if norm.bias is None else norm.bias)
 
 
 def _embedding(spec: Any, stack: Any, embedding: Embedding) -> None:

@@ -160,9 +160,11 @@ def read_corpora(data: DataConfig) -> dict[Split, ParallelCorpus]:
         for name in ("valid", "test"):
             if getattr(data, f"{name}_source") is not None:
                 given[name] = read_parallel(getattr(data, f"{name}_source"), getattr(data, f"{name}_target"), name)
-        sizes = [0 if name in given else getattr(data, f"{name}_size") for name in ("valid", "test")]
-        limit = None if data.train_size is None else data.train_size + sum(sizes)
-        train, valid, test = split(read_parallel(data.train_source, data.train_target, "train", limit), *sizes, seed=1)
+        valid_size = 0 if "valid" in given else data.valid_size
+        test_size = 0 if "test" in given else data.test_size
+        limit = None if data.train_size is None else data.train_size + valid_size + test_size
+        train = read_parallel(data.train_source, data.train_target, "train", limit)
+        train, valid, test = split(train, valid_size, test_size, seed=1)
         return {"train": train, "valid": given.get("valid", valid), "test": given.get("test", test)}
     if data.dataset == "numbers":
         if data.source != "en":

@@ -14,9 +14,7 @@ pytest.importorskip("safetensors", reason="checkpoints need the extra `apps`")
 pytest.importorskip("tomli_w", reason="run folders need the extra `apps`")
 
 from fastformer.apps.language.model import CLASSICAL, LanguageConfig, LanguageModel
-from fastformer.apps.language.run import (
-    APPLICATION as LANGUAGE,
-)
+from fastformer.apps.language.run import APPLICATION as LANGUAGE
 from fastformer.apps.language.run import (
     LanguageDataConfig,
     LanguageRun,
@@ -62,12 +60,6 @@ def window_nats(model: LanguageModel, ids: list[int], context: int) -> float:
     return nats
 
 
-def naive_perplexity(model: LanguageModel, tokenizer: WordTokenizer, lines: list[str], context: int) -> float:
-    """A window a document, cut by hand and run one at a time."""
-    texts = [[tokenizer.bos_id, *tokenizer.encode(line), tokenizer.eos_id] for line in lines]
-    return math.exp(sum(window_nats(model, ids, context) for ids in texts) / sum(len(ids) - 1 for ids in texts))
-
-
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory: pytest.TempPathFactory) -> tuple[LanguageRun, Result]:
     folder = tmp_path_factory.mktemp("language")
@@ -83,16 +75,13 @@ def test_train_evaluate_generate(trained: tuple[LanguageRun, Result]) -> None:
     corpus, found = evaluate_text(run.folder)
     generator = load_generator(run.folder)
     model, tokenizer = generator.model, generator.tokenizer
-    assert isinstance(tokenizer, WordTokenizer)
-    assert found.per_token == pytest.approx(naive_perplexity(model, tokenizer, corpus.lines, 6), rel=1e-5)
+    texts = [[tokenizer.bos_id, *tokenizer.encode(line), tokenizer.eos_id] for line in corpus.lines]
+    assert found.nats == pytest.approx(sum(window_nats(model, ids, 6) for ids in texts), rel=1e-5)
     assert found.tokens == found.words == corpus.words == sum(len(line.split()) + 1 for line in corpus.lines)
     assert found.unknown == 1
     assert len(generator.generate(["the cat"], SamplingOptions(seed=1))) == 1
     # The loss reported in training is that of the weights on disk.
     assert evaluate_text(run.folder, "valid")[1].per_token == pytest.approx(math.exp(result.best_value or 0.0))
-    # Nothing is pickled but tensors and plain values.
-    for path in run.folder.rglob("*.pt"):
-        torch.load(path, weights_only=True)
 
 
 @pytest.mark.parametrize("embeddings", ["tied", "separate"])
@@ -101,7 +90,6 @@ def test_tied_is_honoured_through_the_checkpoint(tmp_path: Path, data: LanguageD
     LanguageRun.create(tmp_path / "run", data, {**MODEL, "embeddings": embeddings}, train).fit(show=False)
     model = load_generator(tmp_path / "run").model
     assert (model.output.weight is model.embedding.tokens.weight) == (embeddings == "tied")
-    assert torch.equal(model.output.weight, model.embedding.tokens.weight) == (embeddings == "tied")
 
 
 @pytest.mark.parametrize("context", [3, 7])
@@ -191,27 +179,25 @@ def test_recipes_can_be_read(recipe: Path) -> None:
     assert LanguageConfig(**sizes).vocabulary == 33_280
 
 
-RATES = {"dropout": 0.0, "embedding_dropout": 0.0, "attention_dropout": 0.0, "output_dropout": 0.0}
-
-
 @pytest.mark.parametrize(
     ("rates", "expected"),
     [
-        (RATES, (0.0, 0.0, 0.0)),
         ({"dropout": 0.3}, (0.3, 0.3, 0.0)),
         ({"dropout": 0.4, "embedding_dropout": 0.1, "attention_dropout": 0.2, "output_dropout": 0.6}, (0.1, 0.2, 0.6)),
     ],
 )
-def test_each_rate_of_dropout_is_that_of_its_place(rates: dict[str, float], expected: tuple[float, ...]) -> None:
+def test_dropout_of_embeddings_attention_and_output_has_the_stated_rate(
+    rates: dict[str, float], expected: tuple[float, ...]
+) -> None:
     """Shares of zeros in embeddings, attention weights and hidden states; none in evaluation mode."""
     model = random_model(d_model=48, **rates).train()
     batch = random_batch([100])
-    seen = ~torch.ones(100, 100, dtype=torch.bool).triu(1)
+    past = ~torch.ones(100, 100, dtype=torch.bool).triu(1)
 
     def zeros() -> tuple[float, ...]:
         embedded = model.embedding(batch.ids_in, torch.arange(100), 100)
-        places = embedded, model.attention_maps(batch.ids_in)[..., seen], model(batch.ids_in, batch.lengths)
-        return tuple(float((x == 0).float().mean()) for x in places)
+        weights, hidden = model.attention_maps(batch.ids_in)[..., past], model(batch.ids_in, batch.lengths)
+        return tuple(float((x == 0).float().mean()) for x in (embedded, weights, hidden))
 
     torch.manual_seed(0)
     assert zeros() == tuple(pytest.approx(rate, abs=0.03) if rate else 0.0 for rate in expected)

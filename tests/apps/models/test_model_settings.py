@@ -2,7 +2,6 @@
 
 import os
 import re
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -25,8 +24,6 @@ from fastformer.apps.translation.run import APPLICATION as TRANSLATION
 from fastformer.apps.translation.run import DataConfig, TranslationRun, load_translator
 from fastformer.nn import ALiBi, Llama3Scaling, RelativeBias, Rotary
 from tests.support.run_folders import save_run
-from tests.support.train_task import config as train_config
-from tests.support.train_task import trainer
 
 SMALL: dict[str, Any] = {"d_model": 16, "heads": 4, "feed_forward": 24, "dropout": 0.0}
 MODERN: dict[str, Any] = {
@@ -81,7 +78,7 @@ def test_layers_are_what_the_settings_say():
 
 
 @pytest.mark.parametrize(
-    ("settings", "said"),
+    ("settings", "message"),
     [
         ({"kv_heads": 3}, r"kv_heads \(3\) must divide heads \(4\)"),
         ({"kv_heads": 8}, r"kv_heads must be at least 1 and at most heads \(4\)"),
@@ -92,10 +89,15 @@ def test_layers_are_what_the_settings_say():
         ({"norm": "group"}, "norm must be one of layer, rms"),
         ({"window": -1}, "window must be at least 0"),
         ({"softcap": 0.0}, "softcap must be at least 1e-30"),
+        (
+            {"embedding_range": 0.1},
+            "embedding_range has an effect only with embedding_initialisation=normal or uniform",
+        ),
+        ({"initialisation_range": 0.1}, "only with initialisation=normal or uniform, not with .*xavier_uniform"),
     ],
 )
-def test_what_does_not_fit_is_refused_by_name(settings, said):
-    with pytest.raises(ValueError, match=said):
+def test_settings_that_do_not_fit_are_refused_by_name(settings, message):
+    with pytest.raises(ValueError, match=message):
         LanguageConfig(23, **SMALL | settings)
 
 
@@ -145,25 +147,6 @@ def test_embeddings_separate_outputs_and_matrices_have_the_stated_initialisation
                 check(name, weight, xavier, 3**0.5 * xavier)
 
 
-@pytest.mark.parametrize(
-    ("settings", "message"),
-    [
-        ({"embedding_range": 0.1}, "embedding_range has an effect only with embedding_initialisation=normal or "
-         "uniform, not without embedding_initialisation; leave it out"),
-        ({"initialisation_range": 0.1}, "initialisation_range has an effect only with initialisation=normal or "
-         "uniform, not with initialisation=xavier_uniform; leave it out"),
-    ],
-)  # fmt: skip
-def test_a_range_of_what_has_none_is_refused(settings, message):
-    for make in (
-        lambda: TranslationConfig(9, 9, **settings),
-        lambda: LanguageConfig(9, **settings),
-        lambda: ClassifierConfig(9, 2, **settings),
-    ):
-        with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
-            make()
-
-
 TINY: dict[str, Any] = {"d_model": 8, "heads": 2, "feed_forward": 12}
 LAYERS = {"encoder_layers": 2, "decoder_layers": 3}
 
@@ -173,7 +156,7 @@ LAYERS = {"encoder_layers": 2, "decoder_layers": 3}
     [("source_vocabulary", "2,147,483,647"), ("d_model", "2,147,483,647"), ("encoder_layers", "10,000")],
 )
 @pytest.mark.parametrize("size", [2**31, 2**64])
-def test_a_size_beyond_counting_is_refused_by_name(name: str, most: str, size: int) -> None:
+def test_a_size_beyond_int32_is_refused_by_name(name: str, most: str, size: int) -> None:
     with pytest.raises(ValueError, match=f"{name} must be at least 1 and at most {most}, not {size}"):
         TranslationConfig(**{"source_vocabulary": 9, "target_vocabulary": 9, name: size})
 
@@ -186,7 +169,7 @@ def test_a_model_beyond_the_memory_is_refused_before_data_is_read(tmp_path: Path
     check_memory(TranslationConfig(9, 9))
 
 
-def run_folder(folder: Path) -> TranslationConfig:
+def save_small_run(folder: Path) -> TranslationConfig:
     tokenizer = WordTokenizer.from_lines(["a b c d e f"])
     config = TranslationConfig(tokenizer.size, tokenizer.size, **LAYERS, **TINY)
     save_run(folder, TranslationModel(config), tokenizer, tokenizer, max_length=9)
@@ -199,14 +182,14 @@ def build_nothing(*arguments: Any, **named: Any) -> None:
 
 
 @pytest.mark.parametrize("agreeing", [False, True])
-@pytest.mark.parametrize("changes", [{"encoder_layers": 9000}, {"d_model": 2**20}, {"feed_forward": 2**31 - 1}])
+@pytest.mark.parametrize("changes", [{"encoder_layers": 9000}, {"feed_forward": 2**31 - 1}])
 def test_a_run_that_claims_a_large_model_is_refused_before_it_is_built(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, changes: dict[str, int], agreeing: bool
 ) -> None:
-    config = run_folder(tmp_path)
+    config = save_small_run(tmp_path)
     claimed = replace(config, **changes)
     TRANSLATION.save_settings(tmp_path, {"max_length": 9}, claimed, TrainConfig(steps=1))
-    if agreeing:  # with what the checkpoint says of itself
+    if agreeing:  # with the settings in the checkpoint
         CheckpointFolder(tmp_path / "checkpoints").save(1, TranslationModel(config).state_dict(), {}, claimed)
     monkeypatch.setattr(TranslationModel, "__init__", build_nothing)
     message = "bytes of weights are there" if agreeing else "is of another architecture"
@@ -219,31 +202,25 @@ def test_a_resumed_run_that_claims_a_large_model_is_refused_before_it_is_built(
 ) -> None:
     data = DataConfig(train_size=50, valid_size=5, test_size=5, vocabulary=60, bleu_sentences=0)
     TranslationRun.create(tmp_path, data, {**TINY, **LAYERS}, TrainConfig(steps=1, batch_tokens=99)).fit(show=False)
-    places = [tmp_path / "config.toml", tmp_path / "checkpoints" / "step-1" / "meta.json"]
+    paths = [tmp_path / "config.toml", tmp_path / "checkpoints" / "step-1" / "meta.json"]
     monkeypatch.setattr(TranslationModel, "__init__", build_nothing)
-    for path, message in zip(places, ("is of another architecture", "bytes of weights are there"), strict=True):
+    for path, message in zip(paths, ("is of another architecture", "bytes of weights are there"), strict=True):
         path.write_text(re.sub(r'(feed_forward"?( =|:)) 12', r"\1 300000", path.read_text()))
         with pytest.raises(CheckpointError, match=message):
             TranslationRun.open(tmp_path).fit(resume=True, show=False)
 
 
-@pytest.mark.parametrize("where", ["run", "exported"])
-def test_a_model_beyond_the_memory_is_not_built_whatever_size_its_file_states(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, where: str
+@pytest.mark.parametrize("exported", [False, True])
+def test_a_model_beyond_the_memory_is_not_built_whatever_size_its_file_has(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, exported: bool
 ) -> None:
-    """A hole on a disk has any size; here the memory is small instead."""
-    load: Callable[[Path], Any] = load_translator
-    if where == "run":
-        run_folder(tmp_path)
-    else:
-        tokenizer = WordTokenizer.from_lines(["a b c d e f"])
-        settings = TranslationConfig(tokenizer.size, tokenizer.size, **LAYERS, **TINY)
-        export_safetensors(tmp_path, TranslationModel(settings), [tokenizer, tokenizer])
-        load = load_safetensors
-    load(tmp_path)
+    """A sparse file has any size; here the memory is small instead."""
+    config = save_small_run(tmp_path / "run")
+    tokenizer = WordTokenizer.from_lines(["a b c d e f"])
+    export_safetensors(tmp_path / "export", TranslationModel(config), [tokenizer, tokenizer])
     monkeypatch.setattr(sizes, "_memory", lambda: 1000)
     with pytest.raises(ValueError, match=r"at least [\d,]+ parameters, .* but this machine has 0\.0 GiB"):
-        load(tmp_path)
+        load_safetensors(tmp_path / "export") if exported else load_translator(tmp_path / "run")
 
 
 def test_a_table_of_sinusoids_begins_small_and_grows() -> None:
@@ -253,10 +230,8 @@ def test_a_table_of_sinusoids_begins_small_and_grows() -> None:
     assert torch.equal(embedding.table[:9], Embedding(9, 8, "sinusoidal", 9).table)
 
 
-def test_threads_are_bounded_by_the_processors(tmp_path: Path) -> None:
+def test_threads_are_bounded_by_the_processors() -> None:
     most = 4 * (os.cpu_count() or 1)
-    with pytest.raises(ValueError, match=f"threads must be at most {most} here, 4 a processor, not {most + 1}"):
-        trainer(tmp_path, train_config(threads=most + 1))
     with pytest.raises(ValueError, match=f"threads must be at most {most} here, 4 a processor, not 100000"):
         TranslationRun.check(DataConfig(), TINY, TrainConfig(steps=1, threads=100_000))
     TranslationRun.check(DataConfig(), TINY, TrainConfig(steps=1, threads=most))

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
 from fastformer.apps.classification.model import SequenceClassifier, TokenClassifier
 from fastformer.apps.language.model import LanguageModel, language_model_loss
@@ -53,7 +53,7 @@ def hidden_states(model: Any, batch: Any) -> Tensor:
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=["fp64", "fp32"])
 @pytest.mark.parametrize(("kind", "changes"), CASES, ids=lambda x: getattr(x, "__name__", str(x)))
 def test_model_is_torchs_encoder_with_masks(kind, changes, dtype):
-    """Packed and padded input give torch's loss on a padded batch, and torch's gradient of every parameter."""
+    """Packed and padded input give torch's loss on a padded batch, and torch's gradient of every parameter, not 0."""
     model = random_model(kind, 1, **changes).to(dtype)
     twin = TorchTwin(model.config, kind).copy(model).to(dtype)
     packed = random_batch(kind, LONG if changes == VARIANTS["long"] else RAGGED)
@@ -69,6 +69,7 @@ def test_model_is_torchs_encoder_with_masks(kind, changes, dtype):
         assert {TorchTwin.name(name) for name in gradients} == set(wanted)
         for name, gradient in gradients.items():
             torch.testing.assert_close(gradient, wanted[TorchTwin.name(name)], atol=10 * tolerance, rtol=tolerance)
+            assert gradient.abs().sum() > 0, name
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -143,14 +144,6 @@ def test_an_empty_sequence_has_the_bias_as_its_logits_and_no_nan_anywhere(poolin
     assert all(gradient.isfinite().all() for gradient in gradients.values())
 
 
-@pytest.mark.parametrize(("kind", "changes"), CASES, ids=lambda x: getattr(x, "__name__", str(x)))
-def test_every_parameter_gets_a_gradient(kind, changes):
-    batch = random_batch(kind, LONG if changes == VARIANTS["long"] else [12] * 6)
-    _, gradients = loss_and_gradients(random_model(kind, 13, **changes).train(), batch)
-    for name, gradient in gradients.items():
-        assert gradient.abs().sum() > 0, name
-
-
 @pytest.mark.parametrize("embeddings", ["separate", "tied"])
 @pytest.mark.parametrize("how", ["deepcopy", "pickle", "state_dict"])
 def test_tied_weights_stay_tied(how, embeddings):
@@ -176,8 +169,7 @@ def test_tied_weights_stay_tied(how, embeddings):
     assert torch.equal(twin.output.weight, tokens) == (embeddings == "tied")
 
 
-def test_pooling_max_of_negative_values_is_not_that_of_padding():
-    """Padding's zeros would win over values that are all negative."""
+def test_pooling_max_ignores_the_zeros_of_padding():
     model = random_model(SequenceClassifier, 5, pooling="max", final_norm=True)
     with torch.no_grad():
         model.encoder.norm.bias.fill_(-100.0)
@@ -186,11 +178,8 @@ def test_pooling_max_of_negative_values_is_not_that_of_padding():
 
 
 @pytest.mark.parametrize("kind", [TokenClassifier, SequenceClassifier])
-def test_dropout_stands_before_the_output_layer_too_and_is_active_in_training_only(kind):
-    batch = random_batch(kind, RAGGED)
-    model = random_model(kind, 9, dropout=0.5)
-    rates = [m.p if isinstance(m, nn.Dropout) else getattr(m, "dropout", None) for m in model.modules()]
-    assert {rate for rate in rates if isinstance(rate, float)} == {0.5}
+def test_dropout_is_also_before_the_output_layer_and_in_training_only(kind):
+    batch, model = random_batch(kind, RAGGED), random_model(kind, 9, dropout=0.5)
     assert torch.equal(hidden_states(model, batch), hidden_states(model, batch))
     assert 0.2 < hidden_states(model.train(), batch).eq(0).float().mean() < 0.8
 
@@ -206,7 +195,6 @@ def test_inputs_that_do_not_fit_are_refused():
         (ids, torch.tensor([2.0, 1.0]), TypeError, r"^lengths must be integers, not torch\.float32$"),
         (torch.full((6,), 4), torch.tensor([6]), ValueError, r"^a sequence of 6 is longer than max_length, 5$"),
         (ids.float(), lengths, TypeError, r"^ids must be int64, not torch\.float32$"),
-        (torch.tensor([4, 5, 17]), lengths, IndexError, "^ids must lie between 0 and 16, the last row of weight, not"),
         (torch.tensor([4, 5, -1]), lengths, IndexError, "^ids must lie between 0 and 16, the last row of weight, not"),
     ):
         with pytest.raises(error, match=message):

@@ -1,8 +1,4 @@
-"""Adapters, hooks and options on parts of the applications' models: training, logits and generation agree on them.
-
-A model is a module like any other: what somebody put in place of its output or its embeddings, or hooked to a layer,
-takes part in everything that is computed, or is refused by name.
-"""
+"""Adapters, hooks and options on parts of the applications' models are computed with, in losses, logits and loading."""
 
 import math
 from collections.abc import Callable
@@ -23,13 +19,11 @@ from tests.support.closeness import assert_close
 
 V, D = 11, 8
 SIZES: dict[str, Any] = {"d_model": D, "heads": 2, "feed_forward": 12, "dropout": 0.0}
-IDS = torch.tensor([2, 5, 6, 7, 8, 2, 9])
-TARGETS = torch.tensor([5, 6, 7, 8, 3, 9, 3])
-LENGTHS = torch.tensor([5, 2])
+BATCH = torch.tensor([2, 5, 6, 7, 8, 2, 9]), torch.tensor([5, 6, 7, 8, 3, 9, 3]), torch.tensor([5, 2])
 
 
 class Adapter(nn.Module):
-    """A low-rank addition to a module, whose weight and bias it still shows, as such libraries do."""
+    """A low-rank addition to a module; it shows the weight and bias of the module, as adapter libraries do."""
 
     def __init__(self, base: Any) -> None:
         super().__init__()
@@ -45,12 +39,11 @@ class Adapter(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         more = F.embedding if isinstance(self.base, nn.Embedding) else F.linear
-        added = more(x, self.more)
-        return self.base(x) + added  # type: ignore[no-any-return]
+        return self.base(x) + more(x, self.more)  # type: ignore[no-any-return]
 
 
 class Bare(Adapter):
-    """Another, which shows nothing."""
+    """An adapter without weight and bias."""
 
     weight = bias = property()  # type: ignore[assignment]
 
@@ -62,23 +55,14 @@ class Shift(nn.Module):
         return x + 1.0
 
 
-def language(**settings: Any) -> LanguageModel:
+def language_model(**settings: Any) -> LanguageModel:
     torch.manual_seed(0)
-    settings = {"embeddings": "separate", **settings}
-    return LanguageModel(LanguageConfig(vocabulary=V, layers=2, **settings, **SIZES)).double()
+    return LanguageModel(LanguageConfig(V, layers=2, **{"embeddings": "separate", **settings}, **SIZES)).double()
 
 
-def classifier() -> TokenClassifier:
+def token_classifier() -> TokenClassifier:
     torch.manual_seed(0)
     return TokenClassifier(ClassifierConfig(V, V, layers=1, **SIZES)).double()
-
-
-def language_loss(model: Any) -> Tensor:
-    return language_model_loss(model, LanguageBatch(IDS, TARGETS, LENGTHS), label_smoothing=0.1)
-
-
-def classifier_loss(model: Any) -> Tensor:
-    return token_classification_loss(model, LabelledBatch(IDS, TARGETS, LENGTHS), label_smoothing=0.1)
 
 
 def adapted(model: Any) -> None:
@@ -96,15 +80,16 @@ def pruned(model: Any) -> None:
 
 
 @pytest.mark.parametrize("change", [adapted, hooked, pruned])
-@pytest.mark.parametrize(("make", "loss"), [(language, language_loss), (classifier, classifier_loss)])
-def test_the_loss_is_that_of_the_logits(
-    make: Callable[[], Any], loss: Callable[[Any], Tensor], change: Callable[[Any], None]
-) -> None:
-    model = make().eval()
+@pytest.mark.parametrize("make", [language_model, token_classifier])
+def test_the_loss_is_that_of_the_logits(make: Callable[[], Any], change: Callable[[Any], None]) -> None:
+    model, (ids, targets, lengths) = make().eval(), BATCH
     change(model)
-    found = loss(model)
-    logits = model.logits(model(IDS, LENGTHS))
-    expected = F.cross_entropy(logits, TARGETS, label_smoothing=0.1, reduction="sum")
+    if make is language_model:
+        found = language_model_loss(model, LanguageBatch(*BATCH), label_smoothing=0.1)
+    else:
+        found = token_classification_loss(model, LabelledBatch(*BATCH), label_smoothing=0.1)
+    logits = model.logits(model(ids, lengths))
+    expected = F.cross_entropy(logits, targets, label_smoothing=0.1, reduction="sum")
     assert_close(found, expected)
     parameters = list(model.output.parameters())
     for gradient, wanted in zip(*(torch.autograd.grad(x, parameters) for x in (found, expected)), strict=True):
@@ -120,34 +105,33 @@ OPTIONS: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("positions", ["sinusoidal", "learned"])
 @pytest.mark.parametrize("change", [*OPTIONS, "adapter", "hook", "sparse"])
-def test_an_embedding_is_called_as_it_is(change: str, positions: Any) -> None:
+def test_a_changed_embedding_is_called(change: str, positions: Any) -> None:
     torch.manual_seed(0)
-    ours = Embedding(V, D, positions, 6, dropout=0.0)
+    embedding = Embedding(V, D, positions, 6, dropout=0.0)
     if change == "adapter":
-        ours.tokens = Adapter(ours.tokens)  # type: ignore[assignment]
-        if ours.positions is not None:
-            ours.positions = Adapter(ours.positions)  # type: ignore[assignment]
+        embedding.tokens = Adapter(embedding.tokens)  # type: ignore[assignment]
+        if embedding.positions is not None:
+            embedding.positions = Adapter(embedding.positions)  # type: ignore[assignment]
     elif change == "hook":
-        ours.tokens.register_forward_hook(lambda module, given, out: out * 1.5)
+        embedding.tokens.register_forward_hook(lambda module, given, out: out * 1.5)
     else:
-        ours.tokens = nn.Embedding(V, D, **OPTIONS.get(change, {"sparse": True}))
+        embedding.tokens = nn.Embedding(V, D, **OPTIONS.get(change, {"sparse": True}))
     ids, places = torch.tensor([5, 5, 1, 5]), torch.tensor([0, 1, 2, 3])
-    out = ours(ids, places, 4)
+    out = embedding(ids, places, 4)
     out.square().sum().backward()
-    found = [p.grad for p in ours.parameters()]
-    ours.zero_grad()
-    encoded = sinusoidal_positions(6, D)[places] if ours.positions is None else ours.positions(places)
-    expected = ours.tokens(ids) * math.sqrt(D) + encoded
+    found = [p.grad for p in embedding.parameters()]
+    embedding.zero_grad()
+    encoded = sinusoidal_positions(6, D)[places] if embedding.positions is None else embedding.positions(places)
+    expected = embedding.tokens(ids) * math.sqrt(D) + encoded
     expected.square().sum().backward()
     assert_close(out, expected)
-    for gradient, parameter in zip(found, ours.parameters(), strict=True):
+    for gradient, parameter in zip(found, embedding.parameters(), strict=True):
         assert gradient is not None
         assert parameter.grad is not None
         assert gradient.layout == parameter.grad.layout
         assert_close(gradient.to_dense(), parameter.grad.to_dense())
 
 
-# By what a change does to a part of a model.
 CHANGES: dict[str, Callable[[Any, str], Any]] = {
     "adapter": lambda parent, name: setattr(parent, name, Adapter(getattr(parent, name))),
     "bare adapter": lambda parent, name: setattr(parent, name, Bare(getattr(parent, name))),
@@ -159,10 +143,10 @@ CHANGES: dict[str, Callable[[Any, str], Any]] = {
 @pytest.mark.parametrize("assign", [False, True])
 @pytest.mark.parametrize("place", ["output", "embedding.tokens"])
 @pytest.mark.parametrize("change", CHANGES)
-def test_tied_parts_that_were_changed_load_what_they_saved(change: str, place: str, assign: bool) -> None:
+def test_changed_parts_that_are_tied_load_what_they_saved(change: str, place: str, assign: bool) -> None:
     models = []
     for _ in range(2):
-        model = language(embeddings="tied").eval()
+        model = language_model(embeddings="tied").eval()
         parent, _, name = place.rpartition(".")
         CHANGES[change](model.get_submodule(parent), name)
         models.append(model)
@@ -170,7 +154,8 @@ def test_tied_parts_that_were_changed_load_what_they_saved(change: str, place: s
     with torch.no_grad():
         for parameter in saved.parameters():
             parameter.add_(0.25)
-    expected = saved.logits(saved(IDS, LENGTHS))
+    ids, _, lengths = BATCH
+    expected = saved.logits(saved(ids, lengths))
     loaded.load_state_dict({name: x.clone() for name, x in saved.state_dict().items()}, assign=assign)
     for _ in range(2):  # a pruned weight is made anew by each call
-        assert_close(loaded.logits(loaded(IDS, LENGTHS)), expected)
+        assert_close(loaded.logits(loaded(ids, lengths)), expected)

@@ -10,11 +10,9 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 import fastformer
-from fastformer.apps.language.model import language_model_loss
-from tests.support.language_task import random_batch, random_model
 from tests.support.python import python
 
 pytestmark = pytest.mark.slow
@@ -53,13 +51,14 @@ def facts_of_a_training_step() -> dict[str, Any]:
     compiled: list[str] = []
     losses: list[float] = []
     triton.knobs.runtime.jit_post_compile_hook = lambda **facts: compiled.append(facts["repr"])
-    model = random_model(d_model=16, heads=2, feed_forward=32, layers=1, dropout=0.1).train()
+    network = nn.Sequential(fastformer.FeedForward(16, 32, 0.1), fastformer.LayerNorm(16))
+    model = nn.ModuleList([network, fastformer.LinearCrossEntropy(16, 8)])
     model.register_buffer("calls", torch.zeros(()))
-    batch = random_batch([7, 3])
+    x, target = torch.randn(9, 16), torch.arange(9) % 8
 
     def step() -> Tensor:
         model.calls += 1
-        loss = language_model_loss(model, batch, 0.1)
+        loss = model[1](network(x), target)
         losses.append(loss.item())
         return loss
 

@@ -119,7 +119,9 @@ def restore(home: Path, files: dict[str, bytes]) -> None:
             path.write_bytes(data)
 
 
-def test_arguments(home: Path, before: dict[str, bytes], explore: Explore) -> None:
+def test_arguments_of_every_command_are_taken_or_refused_in_one_line(
+    home: Path, before: dict[str, bytes], explore: Explore
+) -> None:
     """Options of every command with values of a wrong type, out of range, enormous, or not text."""
     parameters = {}
     for name in COMMANDS:
@@ -154,7 +156,9 @@ def test_arguments(home: Path, before: dict[str, bytes], explore: Explore) -> No
     explore(check, {"done": 0.1, "refused": 0.1}, SHARE)
 
 
-def test_text(home: Path, before: dict[str, bytes], explore: Explore) -> None:
+def test_text_of_any_encoding_is_read_or_refused_in_one_line(
+    home: Path, before: dict[str, bytes], explore: Explore
+) -> None:
     """Files and standard input in any encoding, any line ends: a line out for each line in, or one line why not."""
     commands = [
         "translate --run tr --input one --output out --max-length 4 --beam 2 --device cpu",
@@ -239,7 +243,9 @@ def damage(random: Random, folder: Path) -> bool:
     return False
 
 
-def test_run_folders(home: Path, before: dict[str, bytes], explore: Explore) -> None:
+def test_damaged_run_folders_are_read_or_refused_in_one_line_and_lose_nothing(
+    home: Path, before: dict[str, bytes], explore: Explore
+) -> None:
     """A run of which one or several places are damaged, foreign or gone: done, or one line why not; nothing is lost."""
     model = {
         "tr": "translate --run tr --checkpoint last --output out --max-length 4 --beam 2 --device cpu seven",

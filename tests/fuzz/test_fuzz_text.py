@@ -44,7 +44,7 @@ def file_bytes(random: Random) -> bytes:
     return data
 
 
-def test_files(tmp_path: Path, explore: Explore) -> None:
+def test_files_are_read_as_their_bytes_say_or_refused(tmp_path: Path, explore: Explore) -> None:
     """Lines, text and pairs: what is read has no line end and no NUL, and is what the bytes say."""
 
     def check(random: Random) -> str:
@@ -114,7 +114,9 @@ def use(tokenizer: Tokenizer, random: Random) -> None:
     assert {tokenizer.unk_id, tokenizer.pad_id, tokenizer.bos_id, tokenizer.eos_id} <= set(everything)
 
 
-def test_saved_tokenizers(tmp_path: Path, saved: list[dict[str, bytes]], explore: Explore) -> None:
+def test_damaged_tokenizers_load_and_work_or_are_refused(
+    tmp_path: Path, saved: list[dict[str, bytes]], explore: Explore
+) -> None:
     """A folder with a changed or damaged file, or without one."""
 
     def check(random: Random) -> str:
@@ -138,7 +140,7 @@ def test_saved_tokenizers(tmp_path: Path, saved: list[dict[str, bytes]], explore
     explore(check, {"loaded": 0.02, "refused": 0.1})
 
 
-def test_vocabularies_from_bad_lines(explore: Explore, caplog: pytest.LogCaptureFixture) -> None:
+def test_vocabularies_of_any_lines_work_or_are_refused(explore: Explore, caplog: pytest.LogCaptureFixture) -> None:
     """Control characters, separators, gigantic words, special symbols: a tokenizer that works, or why there is none."""
     caplog.set_level(logging.ERROR, "fastformer")
 
@@ -159,7 +161,7 @@ def test_vocabularies_from_bad_lines(explore: Explore, caplog: pytest.LogCapture
     explore(check, {"learned": 0.1, "refused": 0.1}, share=0.5)
 
 
-def test_settings(tmp_path: Path, explore: Explore) -> None:
+def test_settings_files_are_read_or_refused(tmp_path: Path, explore: Explore) -> None:
     """A settings file: its values fit the fields that they are for, and make settings, or are refused."""
     path = tmp_path / "settings.toml"
 

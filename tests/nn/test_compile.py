@@ -21,7 +21,8 @@ from tests.support.fused_calls import CALLS
 from tests.support.fused_calls import leaves as op_leaves
 from tests.support.fused_calls import tensors as op_tensors
 from tests.support.fused_op import DEVICE, needs_kernels
-from tests.support.protocol_cases import CASES, ahead, leaves, padding
+from tests.support.masks import ahead
+from tests.support.protocol_cases import CASES, leaves, padding
 
 # All sizes change at the second call, or dynamo would keep one for a constant until it does; none of the first is a
 # width of the modules, or it would take the two for one. Sequences of up to 40 tokens are beyond the first table of

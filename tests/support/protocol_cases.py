@@ -13,6 +13,7 @@ from fastformer.apps.language.model import LanguageConfig, LanguageModel
 from fastformer.apps.translation.model import TranslationConfig, TranslationModel
 from fastformer.packing import Layout
 from tests.support.closeness import random
+from tests.support.masks import ahead, right
 
 D, H, FF, V = 8, 2, 12, 17
 Call = tuple[tuple[Any, ...], dict[str, Any]]  # arguments of one call
@@ -67,11 +68,7 @@ def lengths(B: int, L: int) -> list[int]:
 
 def padding(B: int, L: int) -> Tensor:
     """Return bool `[B, L]`, True = padding."""
-    return torch.arange(L) >= torch.tensor(lengths(B, L))[:, None]
-
-
-def ahead(L: int) -> Tensor:
-    return torch.ones(L, L).triu(1).bool()
+    return right(lengths(B, L), L)
 
 
 def _x(B: int, L: int, dtype: torch.dtype) -> Tensor:

@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 import fastformer
 from fastformer.apps.language.model import language_model_loss
@@ -30,19 +30,14 @@ from tests.support.protocol_cases import CASES, D, H, Subject, _encode
 from tests.support.recorded_steps import TapeRecorder
 from tests.support.translation_task import random_batch, random_model
 
-BATCHES = {
-    "translation": (random_model, partial(random_batch, [(3, 5), (2, 2), (7, 1)]), translation_loss),
-    "translation, padded": (
-        random_model,
-        partial(random_batch, [(3, 5), (2, 2), (7, 1)], packed=False),
-        translation_loss,
-    ),
+PAIRS = [(3, 5), (2, 2), (7, 1)]
+BATCHES: dict[str, tuple[Any, Any, Any]] = {
+    "translation": (random_model, partial(random_batch, PAIRS), translation_loss),
+    "translation, padded": (random_model, partial(random_batch, PAIRS, packed=False), translation_loss),
     "language": (
-        language_task.random_model,
-        partial(language_task.random_batch, [5, 1, 9, 0, 3]),
-        language_model_loss,
+        language_task.random_model, partial(language_task.random_batch, [5, 1, 9, 0, 3]), language_model_loss
     ),
-}
+}  # fmt: skip
 every_batch = pytest.mark.parametrize("name", BATCHES)
 
 
@@ -172,12 +167,6 @@ def without_fp64(device: str, monkeypatch: pytest.MonkeyPatch) -> WithoutFp64:
     return WithoutFp64(device)
 
 
-def test_fp64_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    with without_fp64("cpu", monkeypatch), pytest.raises(TypeError, match="no float64"):
-        torch.ones(2, dtype=torch.float64)
-    assert devices.widest_dtype(torch.device("cpu")) == torch.float32
-
-
 def rotary_layer(_: Any, p: float) -> torch.nn.Module:
     return fastformer.TransformerEncoderLayer(D, H, 12, p, batch_first=True, rotary=Rotary())
 
@@ -187,17 +176,22 @@ MODULES = {**CASES, "rotary": Subject(rotary_layer, _encode, False)}
 
 @pytest.mark.parametrize("name", MODULES)
 def test_modules_make_no_fp64_where_there_is_none(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    def move(x: Any) -> Any:
-        return x.detach().to("meta") if isinstance(x, Tensor) else x.to("meta") if isinstance(x, Layout) else x
-
     subject = MODULES[name]
     module = subject.pair(dropout=0.1)[0].to("meta")
-    arguments, options = subject.inputs(2, 9, torch.float32)
+    call = tree_map_only(
+        (Tensor, Layout), lambda x: x.detach().to("meta") if isinstance(x, Tensor) else x.to("meta"),
+        subject.inputs(2, 9, torch.float32),
+    )  # fmt: skip
     with without_fp64("meta", monkeypatch):
-        inputs = [move(x) for x in arguments], {key: move(x) for key, x in options.items()}
-        out = subject.run(subject.function(module), inputs)
+        out = subject.run(subject.function(module), call)
         out.sum().backward()
     assert out.is_meta
+
+
+def test_fp64_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    with without_fp64("cpu", monkeypatch), pytest.raises(TypeError, match="no float64"):
+        torch.ones(2, dtype=torch.float64)
+    assert devices.widest_dtype(torch.device("cpu")) == torch.float32
 
 
 SMALL = (

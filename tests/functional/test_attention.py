@@ -1,6 +1,5 @@
 """functional.attention and attention_with_weights against a loop over queries, and SDPA where that is defined."""
 
-import math
 from functools import partial
 
 import pytest
@@ -15,7 +14,15 @@ from fastformer.functional import attention, attention_with_weights, packed_atte
 from fastformer.packing import Layout
 from tests.functional.attention_forms import FORMS, INF, B, H, S, T, boolean, by_distance, naive, sinks
 from tests.support.all_pairs import all_pairs, name
-from tests.support.closeness import assert_close, assert_derivatives, assert_formula, assert_same, gradients, random
+from tests.support.closeness import (
+    assert_close,
+    assert_derivatives,
+    assert_dropout_rate,
+    assert_formula,
+    assert_same,
+    gradients,
+    random,
+)
 
 
 @pytest.fixture(autouse=True)
@@ -150,8 +157,7 @@ def test_dropout_is_of_the_weights_at_its_rate_and_scale():
     p = 0.3
     torch.manual_seed(1)
     dropped = attention(q, k, v, dropout_p=p)
-    n, zeros = dropped.numel(), int((dropped == 0).sum())
-    assert abs(zeros - n * p) < 5 * math.sqrt(n * p * (1 - p))
+    assert_dropout_rate(dropped == 0, p)
     remaining = dropped != 0
     assert_close(
         (dropped / plain)[remaining], torch.full_like(plain[remaining], 1 / (1 - p)), roundings=1e12
@@ -172,7 +178,7 @@ def test_dropout_leaves_sinks_alone():
     _, whole = attention_with_weights(q, k, k, **rules)
     _, dropped = attention_with_weights(q, k, k, dropout_p=0.25, **rules)
     remaining = dropped != 0
-    assert abs(float(remaining.double().mean()) - 0.75) < 5 * math.sqrt(0.75 * 0.25 / remaining.numel())
+    assert_dropout_rate(~remaining, 0.25)
     assert_close(dropped[remaining], whole[remaining] / 0.75)
 
 

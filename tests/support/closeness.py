@@ -1,5 +1,6 @@
 """The one measure of closeness: the largest error against the largest value, in units of the dtype's rounding."""
 
+import math
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -80,3 +81,9 @@ def assert_derivatives(op: Callable[..., Any], inputs: Sequence[Tensor]) -> None
 def random(*shape: int, dtype: torch.dtype = torch.float64, grad: bool = True) -> Tensor:
     """Return a leaf of standard normal values that requires a gradient."""
     return torch.randn(*shape, dtype=torch.float64).to(dtype).requires_grad_(grad)
+
+
+def assert_dropout_rate(dropped: Tensor, p: float) -> None:
+    """Compare the number of dropped elements (bool) with a binomial distribution: within 5 deviations."""
+    n = dropped.numel()
+    assert abs(int(dropped.sum()) - n * p) < 5 * math.sqrt(n * p * (1 - p))

@@ -64,41 +64,26 @@ some_sizes = st.one_of(
 
 @settings(deadline=None)
 @given(some_pairs)
-def test_packed_is_tokens_with_special_ids(pairs):
+def test_batches_are_packed_or_padded_with_special_ids(pairs):
     """Source = tokens + eos, target_in = bos + tokens, target_out = tokens + eos; in inference as in training.
 
     A tutorial put eos on the source in training but not in inference.
     """
-    batch = collate(make_pairs(pairs))
-    source, lengths = collate_source([left for left, _ in pairs], SOURCE_IDS)
-    assert torch.equal(source, batch.source)
-    assert torch.equal(lengths, batch.source_lengths)
-    assert len(batch) == len(pairs)
-    assert batch.source.tolist() == [i for left, _ in pairs for i in [*left, SOURCE_IDS.eos_id]]
-    assert batch.target_in.tolist() == [i for _, right in pairs for i in [TARGET_IDS.bos_id, *right]]
-    assert batch.target_out.tolist() == [i for _, right in pairs for i in [*right, TARGET_IDS.eos_id]]
-    assert batch.source_lengths.tolist() == [len(left) + 1 for left, _ in pairs]
-    assert batch.target_lengths.tolist() == [len(right) + 1 for _, right in pairs]
-    assert batch.tokens == len(batch.target_out)
-    ids = (batch.source, batch.target_in, batch.target_out, batch.source_lengths, batch.target_lengths)
-    assert {tensor.dtype for tensor in ids} == {torch.int64}
-
-
-@settings(deadline=None)
-@given(some_pairs)
-def test_padded_is_packed_with_padding_at_the_end(pairs):
-    packed, padded = (collate(make_pairs(pairs), packed=packed) for packed in (True, False))
-    assert padded.tokens == packed.tokens
-    for name, lengths, pad_id in (
-        ("source", padded.source_lengths, SOURCE_IDS.pad_id),
-        ("target_in", padded.target_lengths, TARGET_IDS.pad_id),
-        ("target_out", padded.target_lengths, TARGET_IDS.pad_id),
+    packed, padded = (collate(make_pairs(pairs), form) for form in (True, False))
+    assert packed.tokens == padded.tokens == sum(len(right) + 1 for _, right in pairs)
+    for name, rows, pad_id in (
+        ("source", [[*left, SOURCE_IDS.eos_id] for left, _ in pairs], SOURCE_IDS.pad_id),
+        ("target_in", [[TARGET_IDS.bos_id, *right] for _, right in pairs], TARGET_IDS.pad_id),
+        ("target_out", [[*right, TARGET_IDS.eos_id] for _, right in pairs], TARGET_IDS.pad_id),
     ):
-        rows = getattr(padded, name)
-        assert rows.shape == (len(pairs), int(lengths.max()))
-        real = torch.arange(rows.shape[1]) < lengths[:, None]
-        assert torch.equal(rows[real], getattr(packed, name))
-        assert (rows[~real] == pad_id).all()
+        lengths = [len(row) for row in rows]
+        assert getattr(packed, f"{name.split('_')[0]}_lengths").tolist() == lengths
+        assert getattr(packed, name).tolist() == [i for row in rows for i in row]
+        assert getattr(padded, name).tolist() == [row + [pad_id] * (max(lengths) - len(row)) for row in rows]
+    source, lengths = collate_source([left for left, _ in pairs], SOURCE_IDS)
+    assert torch.equal(source, packed.source)
+    assert torch.equal(lengths, packed.source_lengths)
+    assert {value.dtype for value in vars(packed).values()} == {torch.int64}
 
 
 CORPUS = ParallelCorpus(
@@ -171,25 +156,19 @@ def test_every_pair_exactly_once_within_the_size_and_resumable(count, size, opti
 
 
 @pytest.mark.parametrize("bucket", [False, True])
-def test_shuffled_by_seed_and_epoch(bucket):
-    def order(seed: int, epoch: int) -> list[int]:
-        batches = Batches(numbered_pairs(200), tokens=50, seed=seed, bucket=bucket)
+def test_order_depends_on_seed_and_epoch_or_is_that_of_the_file_or_length(bucket):
+    pairs = numbered_pairs(200)
+
+    def order(seed: int, epoch: int, shuffle: bool = True) -> list[int]:
+        batches = Batches(pairs, tokens=50, seed=seed, bucket=bucket, shuffle=shuffle)
         return [i for batch in batches.epoch(epoch) for i in pair_numbers(batch)]
 
     assert order(1, 0) == order(1, 0)
     assert len({tuple(order(*key)) for key in ((1, 0), (1, 1), (2, 0), (0, 1))}) == 4
-    batches = Batches(numbered_pairs(400), sentences=10, bucket=bucket).epoch(0)
-    lengths = [int(batch.target_lengths.max()) for batch in batches]
-    assert lengths != sorted(lengths)
-
-
-def test_without_shuffling_the_order_is_the_file_or_the_length():
-    pairs = numbered_pairs(50)
-    kept = [i for b in Batches(pairs, tokens=40, shuffle=False, bucket=False).epoch(3) for i in pair_numbers(b)]
-    assert kept == list(range(50))
-    batches = list(Batches(pairs, tokens=40, shuffle=False, bucket=True).epoch(3))
-    ordered = [i for batch in batches for i in pair_numbers(batch)]
-    assert ordered == sorted(range(50), key=lambda i: (pairs.target.lengths[i], pairs.source.lengths[i], i))
+    lengths = [int(batch.target_lengths.max()) for batch in Batches(pairs, sentences=10, bucket=bucket).epoch(0)]
+    assert lengths != sorted(lengths)  # also the batches of buckets are shuffled
+    by_length = sorted(range(200), key=lambda i: (pairs.target.lengths[i], pairs.source.lengths[i], i))
+    assert order(1, 3, shuffle=False) == (by_length if bucket else list(range(200)))
 
 
 def test_buckets_save_padding_and_budgets_are_filled():

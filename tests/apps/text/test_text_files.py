@@ -119,10 +119,8 @@ def test_split_is_disjoint_in_content_and_loses_only_copies(pairs, validation, t
 
 def test_split_shuffles_by_seed():
     numbers = [str(i) for i in range(100)]
-    first, second = (split(ParallelCorpus(numbers, numbers), 10, 10, seed) for seed in (1, 2))
-    assert first[1].source != second[1].source
-    assert first[0].source != sorted(first[0].source, key=int)
-    assert [part.name for part in first] == ["train", "valid", "test"]
+    trains = [split(ParallelCorpus(numbers, numbers), 10, 10, seed)[0].source for seed in (1, 2)]
+    assert trains[0] != trains[1] != sorted(trains[1], key=int)
 
 
 def test_texts_are_in_a_partial_file_as_soon_as_they_come(tmp_path):

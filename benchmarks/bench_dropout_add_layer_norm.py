@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from benchmarks.competitors.kernel_packages import liger
-from benchmarks.competitors.ops import Function, leaves, race_functions, with_cpu
+from benchmarks.competitors.ops import Function, eager_runs, leaves, race_functions, with_cpu
 from benchmarks.harness.clock import Work
 from benchmarks.harness.race import Direction, Race
 from fastformer import functional
@@ -35,14 +35,7 @@ SHAPES = {
 }
 TINY = (6, 40)
 GOALS: dict[tuple[str, Direction], float] = {("eager", "both"): 2.0, ("compile", "both"): 1.1, ("liger", "both"): 1.0}
-RUNS = with_cpu(
-    [
-        *((shape, "eager", direction) for shape in SHAPES if "cpu" not in shape for direction in ("forward", "both")),
-        ("quick-8192x1024", "compile", "both"),
-        ("full-32768x4096", "compile", "both"),
-    ],
-    ("quick-cpu", "eager", "both"),
-)
+RUNS = eager_runs(SHAPES, *((shape, "compile", "both") for shape in ("quick-8192x1024", "full-32768x4096")))
 RMS_RUNS = with_cpu(
     [
         ("quick-8192x1024", "eager", "forward"),

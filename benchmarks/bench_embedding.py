@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from benchmarks.competitors.ops import Function, leaves, race_functions, with_cpu
+from benchmarks.competitors.ops import Function, eager_runs, leaves, race_functions
 from benchmarks.harness.clock import Work
 from benchmarks.harness.race import Direction, Race
 from fastformer import functional
@@ -28,13 +28,7 @@ CASES = {
     "quick-cpu": (64, 32, 256, 8000, 0.1),
 }
 TINY = (2, 5, 24, 16)
-RUNS = with_cpu(
-    [
-        *((name, "eager", direction) for name in CASES if "cpu" not in name for direction in ("forward", "both")),
-        ("quick-512", "compile", "both"),
-    ],
-    ("quick-cpu", "eager", "both"),
-)
+RUNS = eager_runs(CASES, ("quick-512", "compile", "both"))
 
 
 @pytest.mark.parametrize(("case", "competitor", "direction"), RUNS)

@@ -8,6 +8,7 @@ Random ids stand for words. T2's parameters are copied from fastformer's model.
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
@@ -55,7 +56,8 @@ def bench_training_step_of_the_language_model(race: Race, size: str) -> None:
     losses = gated_losses(race, (model, loss), (tutorial, tutorial_loss))
     if race.fault is None:
         _gate(race, losses, model, tutorial)
-    step, tutorial_step = _fastformer_step(model, loss), _tutorial_step(tutorial, tutorial_loss)
+    step = _step(model, loss, torch.optim.SGD(model.parameters(), lr=LR, fused=True).step)  # as `Trainer` makes it
+    tutorial_step = _step(tutorial, tutorial_loss, partial(_plain_sgd, tutorial))
     name = "T2, torch.nn.TransformerEncoder"
     race(
         f"training step of a word-level language model, d200 2 layers{'' if size == 'usual' else ', 4,000 words'}",
@@ -78,30 +80,20 @@ def _gate(race: Race, losses: Sequence[Tensor], model: LanguageModel, competitor
     race.gate("gradients", flat_gradients(parameters.values()), flat_gradients(expected[n] for n in parameters), 5e-4)
 
 
-def _fastformer_step(model: nn.Module, loss: Callable[[], Tensor]) -> Callable[[], None]:
-    """Return a step as `fastformer.apps.train.Trainer` makes it."""
-    parameters = list(model.parameters())
-    optimizer = torch.optim.SGD(parameters, lr=LR, fused=True)
-
-    def step() -> None:
-        loss().backward()  # type: ignore[no-untyped-call]
-        norm = nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None])
-        nn.utils.clip_grads_with_norm_(parameters, CLIP, norm)
-        optimizer.step()
-        optimizer.zero_grad()
-
-    return step
-
-
-def _tutorial_step(model: nn.Module, loss: Callable[[], Tensor]) -> Callable[[], None]:
-    """Return a step as the tutorial describes it, without an optimiser."""
+def _step(model: nn.Module, loss: Callable[[], Tensor], update: Callable[[], object]) -> Callable[[], None]:
+    """Return a step: gradients, clipping to a norm, and an update of the parameters."""
 
     def step() -> None:
         model.zero_grad()
         loss().backward()  # type: ignore[no-untyped-call]
         nn.utils.clip_grad_norm_(model.parameters(), CLIP)
-        for parameter in model.parameters():
-            assert parameter.grad is not None
-            parameter.data.add_(parameter.grad, alpha=-LR)
+        update()
 
     return step
+
+
+def _plain_sgd(model: nn.Module) -> None:
+    """Update the parameters as the tutorial does, without an optimiser."""
+    for parameter in model.parameters():
+        assert parameter.grad is not None
+        parameter.data.add_(parameter.grad, alpha=-LR)

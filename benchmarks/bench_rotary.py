@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from benchmarks.competitors.ops import leaves, race_functions, with_cpu
+from benchmarks.competitors.ops import eager_runs, leaves, race_functions
 from benchmarks.harness.clock import Work
 from benchmarks.harness.race import Direction, Race
 from fastformer import functional
@@ -26,13 +26,7 @@ CASES = {
 }
 TINY = (6, 3, 8)
 POSITIONS = 2048
-RUNS = with_cpu(
-    [
-        *((name, "eager", direction) for name in CASES if "cpu" not in name for direction in ("forward", "both")),
-        ("quick-64", "compile", "both"),
-    ],
-    ("quick-cpu", "eager", "both"),
-)
+RUNS = eager_runs(CASES, ("quick-64", "compile", "both"))
 
 
 def rotate_half(x: Tensor, interleaved: bool) -> Tensor:

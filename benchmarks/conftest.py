@@ -25,7 +25,7 @@ from benchmarks.harness.record import Record
 from benchmarks.tables import whole_table
 
 HERE = Path(__file__).parent
-_CPU_SECONDS, _QUICK_SECONDS = 6.0, 1.0  # of the rounds of a case on a CPU, unless --full
+_CPU_SECONDS, _QUICK_SECONDS = 6.0, 0.3  # of the rounds of a case on a CPU, unless --full
 _RECORD = pytest.StashKey[Record]()
 
 

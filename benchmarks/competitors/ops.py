@@ -4,7 +4,7 @@ On a GPU fastformer always runs the fused kernels here, so that a fallback to th
 runs the reference, in fp32; if that is torch's own op there is nothing to compare.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import pytest
@@ -14,7 +14,7 @@ from torch import Tensor
 import fastformer
 from benchmarks.competitors.known import compiled, require
 from benchmarks.harness.clock import Work
-from benchmarks.harness.race import Direction, Op, Race
+from benchmarks.harness.race import DIRECTIONS, Direction, Op, Race
 
 Function = Callable[..., Tensor]
 Pairing = tuple[Any, str, Direction]  # a case or its name, competitor and what is timed
@@ -27,6 +27,13 @@ def with_cpu(pairings: Sequence[Pairing], *on_cpu: Pairing, name: Callable[[Any]
         return pytest.param(*of, marks=marks, id="-".join((name(of[0]), *of[1:])))
 
     return [*map(parameter, pairings), *(parameter(each, pytest.mark.cpu) for each in on_cpu)]
+
+
+def eager_runs(cases: Iterable[str], *further: Pairing) -> list[Any]:
+    """Return cases against eager, forward and with backward, on a CPU the "quick-cpu" one; and further ones."""
+    names = [name for name in cases if name != "quick-cpu"]
+    runs = [(name, "eager", direction) for name in names for direction in DIRECTIONS if direction != "backward"]
+    return with_cpu([*runs, *further], ("quick-cpu", "eager", "both"))
 
 
 FP32_TOLERANCE = 1e-5  # sums of up to 8,000 terms, whose roundings of 6e-8 add up to 5e-6 as a random walk

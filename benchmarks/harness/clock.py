@@ -139,7 +139,7 @@ def copy_bandwidth(watch: Stopwatch) -> float:
 
 def matmul_rate(watch: Stopwatch, dtype: torch.dtype = torch.float32) -> float:
     """Return the operations a second of matrix products now; fp32 without TF32, torch's default."""
-    n = 1024 if not watch.on_gpu else 4096 if dtype == torch.float32 else 8192
+    n = 512 if not watch.on_gpu else 4096 if dtype == torch.float32 else 8192
     x, y = (torch.randn(n, n, device=watch.device, dtype=dtype) for _ in range(2))
     x @ y
     return 2 * n**3 / max(1e-9, statistics.median(watch(lambda: x @ y) for _ in range(3)))

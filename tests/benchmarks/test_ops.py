@@ -2,7 +2,9 @@
 
 import ast
 import inspect
+from functools import partial
 from pathlib import Path
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -44,16 +46,12 @@ def test_what_is_timed_may_be_another_call_than_what_is_compared():
 def test_what_is_captured_has_run_before(monkeypatch):
     done = []
 
-    class Recorder:
-        def __init__(self, device, keeps_memory):
-            pass
-
-        def capture(self, step):
-            step()
-            return Recorded(lambda: done.append("replay"), None)
+    def capture(step):
+        step()
+        return Recorded(lambda: done.append("replay"), None)
 
     monkeypatch.setattr(torch.cuda, "synchronize", lambda device: done.append("wait"))
-    monkeypatch.setattr(clock, "CudaRecorder", Recorder)
+    monkeypatch.setattr(clock, "CudaRecorder", lambda device, keeps_memory: mock.Mock(capture=capture))
     Stopwatch(torch.device("cpu")).replay(lambda: done.append("run"))()
     assert done == ["run", "run", "run", "wait", "run", "replay"]
 
@@ -63,25 +61,14 @@ def test_the_cache_is_flushed_by_reading_so_that_the_call_pays_for_no_line_of_an
     watch._flushed = other = torch.zeros(64)
     seen = []
 
-    class Event:
-        def __init__(self, enable_timing):
-            pass
-
-        def record(self):
-            seen.append("event")
-
-        def synchronize(self):
-            pass
-
-        def elapsed_time(self, end):
-            return 2.0
+    event = mock.Mock(record=lambda: seen.append("event"), elapsed_time=lambda end: 2.0)
 
     class Watching(TorchDispatchMode):
         def __torch_dispatch__(self, op, types, args=(), kwargs=None):
             seen.append("reads" if args[0] is other and not op._schema.is_mutable else "writes")
             return op(*args, **(kwargs or {}))
 
-    monkeypatch.setattr(torch.cuda, "Event", Event)
+    monkeypatch.setattr(torch.cuda, "Event", lambda enable_timing: event)
     with Watching():
         assert watch(lambda: seen.append("call"), 2) == 4e-3
     assert seen == [*["reads"] * clock._FLUSHES, "event", "call", "event"] * 2
@@ -167,7 +154,7 @@ def test_liger_has_the_ops_by_the_names_and_arguments_that_are_used(op, count, k
 
 @pytest.mark.parametrize("name", ["liger-cute", "liger-cute-sm90", "quack"])
 def test_kernels_for_hopper_are_not_run_on_an_older_gpu(name, monkeypatch):
-    missing, device = known.COMPETITORS[name], torch.device("cuda")
+    missing, device = partial(known.missing, name), torch.device("cuda")
     monkeypatch.setattr(known.importlib.util, "find_spec", lambda module: None)
     assert missing(device).endswith("is not installed")
     monkeypatch.setattr(known.importlib.util, "find_spec", lambda module: module)

@@ -35,16 +35,6 @@ TEXT = [
 ]
 
 
-@pytest.fixture(scope="module")
-def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with a tiny trained run in `run/`."""
-    folder = tmp_path_factory.mktemp("cli")
-    done = fastformer(*TRAIN.split(), "--run", "run", cwd=folder)
-    assert done.returncode == 0, done.stderr
-    assert "ended after 4 steps" in done.stdout
-    return folder
-
-
 def test_given_translations_are_scored(runs: Path, tmp_path: Path) -> None:
     """A line a pair in the order of the files: log probability, tokens, perplexity."""
     sources, targets = ["w1", "w2 w3 w1", "w1"], ["w4", "w5 w1", "w2 w6"]
@@ -59,14 +49,21 @@ def test_given_translations_are_scored(runs: Path, tmp_path: Path) -> None:
         assert row == pytest.approx([log_p, tokens, math.exp(-log_p / tokens)], abs=2e-4, rel=1e-3)
 
 
-def test_a_run_folder_describes_itself(run: Path) -> None:
-    names = {path.name for path in (run / "run").iterdir()}
+def test_a_translation_model_is_trained_described_and_evaluated(tmp_path: Path) -> None:
+    done = fastformer(*TRAIN.split(), "--run", "run", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert "ended after 4 steps" in done.stdout
+    names = {path.name for path in (tmp_path / "run").iterdir()}
     assert {"config.toml", "data.json", "tokenizer", "checkpoints", "metrics.jsonl", "metrics.csv"} <= names
-    assert (run / "run" / "history.png").stat().st_size > 1000
-    described = fastformer("info", "--run", "run", cwd=run)
-    assert described.returncode == 0
-    assert "run: translation run, " in described.stdout
-    assert "checkpoints: best step-" in described.stdout
+    assert (tmp_path / "run" / "history.png").stat().st_size > 1000
+    described = fastformer("info", "--run", "run", cwd=tmp_path).stdout
+    assert "run: translation run, " in described
+    assert "checkpoints: best step-" in described
+    for tokenizer, options in (("13a", ""), ("char", "--bleu-tokenizer char")):
+        done = fastformer(*f"evaluate --run run --beam 1 --max-length 5 {options}".split(), cwd=tmp_path)
+        assert done.returncode == 0, done.stderr
+        assert re.search(rf"BLEU \d+\.\d+ \(nrefs:1\|case:mixed\|.*tok:{tokenizer}", done.stdout)
+        assert re.search(r"chrF \d+\.\d+ \(nrefs:1", done.stdout)
 
 
 def test_the_version_is_the_package_s(tmp_path: Path) -> None:
@@ -100,15 +97,6 @@ def test_info(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         text = fastformer("info", cwd=tmp_path).stdout
     assert ops_after(heading, text) == verdicts
     assert "raises (" in ops_after("with it, a float32 tensor on cpu takes", text)["layer_norm"]
-
-
-def test_evaluate_prints_signatures(run: Path) -> None:
-    done = fastformer(*["evaluate", "--run", "run", "--beam", "1", "--max-length", "5"], cwd=run)
-    assert done.returncode == 0, done.stderr
-    assert re.search(r"BLEU \d+\.\d+ \(nrefs:1\|case:mixed\|.*tok:13a", done.stdout)
-    done = fastformer(*["evaluate", "--run", "run", "--bleu-tokenizer", "char", "--beam", "1"], cwd=run)
-    assert "tok:char" in done.stdout
-    assert re.search(r"chrF \d+\.\d+ \(nrefs:1", done.stdout)
 
 
 def test_threads_spin_on_an_idle_machine_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -42,12 +42,9 @@ def test_commands_stand_in_order_of_use() -> None:
     ("command", "typed", "suggested"),
     [
         ("train", "--learning-rate", "--lr or --min-lr"),
-        ("train", "--batch-size", "--batch-tokens or --batch-sentences"),
         ("train", "--vocab-size", "--vocabulary"),
         ("train", "--gradient-accumulation-steps", "--accumulate"),
         ("train", "--max-grad-norm", "--clip-norm"),
-        ("train", "--early-stopping", "--patience or --metric"),
-        ("train", "--train-src", "--train-source"),
         ("translate", "--beam-size", "--beam"),
         ("train", "--minuts", "--minutes"),
         ("evaluate", "--batchsize", None),

@@ -52,29 +52,26 @@ def _main() -> None:
         app()
     except (ValueError, OSError, FloatingPointError, ImportError, BackendError) as error:
         # TextError, CheckpointError and DivergedError are among these.
-        _fail(_one_line(error))
+        _fail(str(error))
     except OverflowError as error:  # a size that torch cannot count to
-        _fail(f"a number is too large ({_one_line(error)})")
+        _fail(f"a number is too large ({error})")
     except ProcessError as error:
-        _fail(None if error.reported else _one_line(error))
+        if error.reported:
+            sys.exit(2)
+        _fail(str(error))
     except (MemoryError, RuntimeError) as error:
         # torch.OutOfMemoryError is a GPU's; a CPU's allocator raises a plain RuntimeError.
         known = MemoryError, torch.OutOfMemoryError
         if not isinstance(error, known) and "allocate memory" not in str(error):
             raise
-        _fail(f"out of memory ({_one_line(error)[:200]})")
+        _fail(f"out of memory ({str(error)[:200]})")
     except KeyboardInterrupt:
         sys.exit(130)
 
 
-def _fail(message: str | None) -> NoReturn:
-    if message is not None:
-        with suppress(OSError):
-            print(f"error: {describe_process()}{message}", file=sys.stderr)
+def _fail(message: str) -> NoReturn:
+    """Print the error in one line, and exit; it may quote a file, so a long one is truncated."""
+    shown = " ".join((message if len(message) <= _LONGEST else f"{message[:_LONGEST]}…").splitlines())
+    with suppress(OSError):
+        print(f"error: {describe_process()}{shown}", file=sys.stderr)
     sys.exit(2)
-
-
-def _one_line(error: Exception) -> str:
-    """Return the message in one line; it may quote a file, so a long one is truncated."""
-    message = str(error)
-    return " ".join((message if len(message) <= _LONGEST else f"{message[:_LONGEST]}…").splitlines())

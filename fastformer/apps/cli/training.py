@@ -34,13 +34,6 @@ def data(
 train_app = App(invoke_without_command=True)
 app.add_typer(train_app, name="train", rich_help_panel=TRAIN)
 
-Resume = Annotated[bool, typer.Option(help="continue the run in --run; only settings of train may be given")]
-From = Annotated[
-    Path | None,
-    typer.Option("--from", help="folder of a run, an exported model, or a Marian model, to train further"),
-]
-Config = Annotated[Path | None, typer.Option(help="TOML file with sections data, model, train; flags override it")]
-
 
 def add_training(kind: type[Run], what: str) -> None:
     """Register the command that trains runs of a kind; `what` is the first sentence of the help."""
@@ -52,10 +45,17 @@ def add_training(kind: type[Run], what: str) -> None:
     def command(
         call: typer.Context,
         run: Annotated[Path, typer.Option(help="folder of the run")] = Path("runs") / application.kind,
-        config: Config = None,
-        resume: Resume = False,
+        config: Annotated[
+            Path | None, typer.Option(help="TOML file with sections data, model, train; flags override it")
+        ] = None,
+        resume: Annotated[
+            bool, typer.Option(help="continue the run in --run; only settings of train may be given")
+        ] = False,
         device: Device = "auto",
-        pretrained: From = None,
+        pretrained: Annotated[
+            Path | None,
+            typer.Option("--from", help="folder of a run, an exported model, or a Marian model, to train further"),
+        ] = None,
         *,
         data: dict[str, Any],
         model: dict[str, Any],

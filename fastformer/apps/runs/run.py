@@ -65,10 +65,8 @@ class Run(ABC):
         """Read the data, learn the vocabularies unless tokenizers are given, encode, and choose what `create` says."""
         self.folder, self.train_config, self.device = folder, train, torch.device(device)
         self.data, self.corpora = self.read(data)
-        chosen: dict[str, Any] = {}
-        if given is not None:
-            chosen = {name: value for name, value in self.chosen_data(given).items() if name not in given["data"]}
-            self.data = replace(self.data, **chosen)
+        chosen = {} if given is None else self.chosen_data(given)
+        self.data = replace(self.data, **chosen)
         self.tokenizers = tokenizers or self.learn()
         self.encode()
         if given is not None:
@@ -79,7 +77,7 @@ class Run(ABC):
         self.batches = self.make_batches(self.data, self.train_config)
 
     def chosen_data(self, given: Given) -> dict[str, Any]:
-        """Choose the settings of the data that the vocabularies are learned with."""
+        """Choose the settings of the data that the vocabularies are learned with and that are not given."""
         pieces = self.data.tokenizer in ("bpe", "unigram")
         return {"vocabulary": vocabulary_size(self.sides())} if pieces and "vocabulary" not in given["data"] else {}
 

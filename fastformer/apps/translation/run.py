@@ -176,15 +176,6 @@ def read_corpora(data: DataConfig) -> dict[Split, ParallelCorpus]:
     return dict(zip(("train", "valid", "test"), corpora, strict=True))
 
 
-def build_tokenizers(data: DataConfig, train: ParallelCorpus) -> tuple[Tokenizer, Tokenizer]:
-    """Learn the tokenizers of both sides from the training pairs only."""
-    if data.joint:
-        joint = learn_tokenizer(train.source + train.target, data, data.special_ids)
-        return joint, joint
-    source, target = (learn_tokenizer(lines, data, data.special_ids) for lines in (train.source, train.target))
-    return source, target
-
-
 APPLICATION = Application(
     kind="translation",
     title="translation",
@@ -216,7 +207,8 @@ class TranslationRun(Run):
         return data, read_corpora(data)
 
     def learn(self) -> tuple[Tokenizer, Tokenizer]:
-        return build_tokenizers(self.data, self.corpora["train"])
+        learned = [learn_tokenizer(lines, self.data, self.data.special_ids) for lines in self.sides()]
+        return learned[0], learned[-1]
 
     def sides(self) -> tuple[list[str], ...]:
         train = self.corpora["train"]

@@ -20,7 +20,6 @@ from fastformer.apps.translation.model import corpus_loss
 from fastformer.apps.translation.run import (
     DataConfig,
     TranslationRun,
-    build_tokenizers,
     evaluate,
     load_translator,
     read_corpora,
@@ -89,10 +88,13 @@ def test_a_resume_that_trains_nothing_keeps_settings_and_weights(
     assert content() == before
 
 
-def test_tokenizers_see_the_training_split_only() -> None:
+def test_tokenizers_see_the_training_split_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    held_out = ParallelCorpus(["d"], ["z"])
+    corpora = {"train": ParallelCorpus(["a b", "b c"], ["x", "y"]), "valid": held_out, "test": held_out}
     data = replace(DATA, tokenizer="words", minimum_frequency=1)
-    source, _ = build_tokenizers(data, ParallelCorpus(["a b", "b c"], ["x", "y"]))
-    assert source.encode("d") == [source.unk_id]
+    monkeypatch.setattr(TranslationRun, "read", lambda *_: (data, corpora))
+    source, target = TranslationRun.create(tmp_path / "run", data, MODEL, TRAIN).tokenizers
+    assert [source.encode("d"), target.encode("z")] == [[source.unk_id], [target.unk_id]]
     assert source.unk_id not in source.encode("a b c")
 
 

@@ -139,8 +139,8 @@ def steps_of_both(
         yield static.step(fed), growing.step(fed)
         if N > 1:
             swap = torch.cat([torch.randint(b * N, b * N + N, (N,), generator=generator) for b in range(B)]).to(device)
-            static.reorder(swap)
-            growing.reorder(swap)
+            static.cache.reorder(swap)
+            growing.cache.reorder(swap)
         if t in leave_at:
             stay = torch.arange(1, B, device=device)
             static.keep(stay)

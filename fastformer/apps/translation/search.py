@@ -155,8 +155,8 @@ def beam_search(
         if not running:
             break
         if parents != list(range(len(parents))):
-            state.reorder(torch.tensor(parents, device="cpu"))
-        if len(running) <= len(batch) * (_REPLAYED if state.replays else _RUNNING):
+            state.cache.reorder(torch.tensor(parents, device="cpu"))
+        if len(running) <= len(batch) * (_REPLAYED if state.recorder else _RUNNING):
             state.keep(torch.tensor(running, device="cpu"))
             rows = [row * N + n for row in running for n in range(N)]
             ids, scores = [ids[row] for row in rows], [scores[row] for row in rows]

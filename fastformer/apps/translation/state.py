@@ -3,16 +3,17 @@
 Letters: B sentences, N hypotheses a sentence, R = B * N rows, V vocabulary.
 """
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
 from fastformer.apps.translation.model import TranslationModel
 from fastformer.host.cuda_graphs import Recorded, capture_or_warn, recorder
-from fastformer.settings import check_value
 
 
 class DecoderState:
-    """A batch of unfinished hypotheses.
+    """A batch of unfinished hypotheses; `cache` has their keys and values, and reorders them.
 
     With `longest`, a CUDA graph replays the steps: one launch a step in place of 120 (6 layers). The cache then has a
     fixed capacity and holds the positions, so that each step reads the same tensors. The first step, and the first one
@@ -28,7 +29,7 @@ class DecoderState:
 
     Raises:
         RuntimeError: a layer of the decoder, or attention in it, has hooks or a class that fastformer does not know.
-        ValueError: longest is below 1, or given without a CUDA device.
+        ValueError: longest is given without a CUDA device.
     """
 
     def __init__(
@@ -39,24 +40,15 @@ class DecoderState:
         hypotheses: int = 1,
         longest: int | None = None,
     ) -> None:
-        check_value("longest", longest, int | None, at_least=1)
-        self._recorder = None if longest is None else recorder(source.device, keeps_memory=True)
-        if longest is not None and self._recorder is None:
+        self.recorder = None if longest is None else recorder(source.device, keeps_memory=True)
+        if longest is not None and self.recorder is None:
             raise ValueError(f"cuda_graphs has an effect only with a CUDA device, not with a {source.device.type}")
         memory, layout = model.encode(source, source_lengths)
         self.model, self.longest, self.position = model, longest, 0
         self.cache = model.decoder.new_cache(memory, memory_layout=layout, hypotheses=hypotheses, capacity=longest)
-        self._set_rows()
-
-    def _set_rows(self) -> None:
-        self._ids = torch.zeros(self.cache.rows, dtype=torch.int64, device=self.cache.device)  # that a graph reads
+        self._ids = torch.zeros(self.cache.rows, dtype=torch.int64, device=source.device)  # that a graph reads
+        self._steps = 0  # of these rows
         self._recorded: Recorded | None = None
-        self._warm = False  # kernels are compiled and libraries have allocated for these rows
-
-    @property
-    def replays(self) -> bool:
-        """Whether steps may come from a CUDA graph; each number of rows needs a separate graph."""
-        return self._recorder is not None
 
     def step(self, ids: Tensor) -> Tensor:
         """Feed the next token of each row, int64 `[R]`; return the logits of the one after, `[R, V]`.
@@ -71,24 +63,20 @@ class DecoderState:
             self._ids.copy_(ids)
             logits = self._replay()
         self.position += 1
+        self._steps += 1
         return logits
 
-    def _replay(self) -> Tensor:
+    def _replay(self) -> Any:
         """Compute the step after `_ids`: from a graph, unless this is the first one of these rows."""
-        if self._recorder is None:
-            return self._fixed_step()
-        if not self._warm:
-            self._warm = True
-            warmed: Tensor = self._recorder.warm_up(self._fixed_step)
-            return warmed
+        if self.recorder is not None and self._steps == 0:
+            return self.recorder.warm_up(self._fixed_step)
+        if self.recorder is not None and self._recorded is None:
+            self._recorded = capture_or_warn(self.recorder, self._fixed_step, "decoding")
         if self._recorded is None:
-            self._recorded = capture_or_warn(self._recorder, self._fixed_step, "decoding")
-        if self._recorded is None:
-            self._recorder = None
+            self.recorder = None
             return self._fixed_step()
         self._recorded.replay()
-        output: Tensor = self._recorded.output
-        return output
+        return self._recorded.output
 
     def _fixed_step(self) -> Tensor:
         """Compute the step that a graph captures: it must not depend on the host's step count."""
@@ -99,11 +87,7 @@ class DecoderState:
         x = self.model.target_embedding(ids[:, None], positions[:, None], length)  # [R, 1, D]
         return self.model.logits(self.model.decoder.step(x, self.cache)[:, 0])
 
-    def reorder(self, rows: Tensor) -> None:
-        """Replace row i by row `rows[i]` of the same sentence; rows: int64 `[R]`."""
-        self.cache.reorder(rows)
-
     def keep(self, sentences: Tensor) -> None:
         """Keep these sentences only, int64, ascending."""
         self.cache.keep(sentences)
-        self._set_rows()
+        self._ids, self._steps, self._recorded = self._ids[: self.cache.rows], 0, None

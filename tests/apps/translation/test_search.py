@@ -233,7 +233,7 @@ def test_cached_logits_are_the_models():
             torch.testing.assert_close(row, log_probabilities(model, rows[i // N], [prefix])[0], atol=1e-5, rtol=0)
         if t % 3 == 1:
             swap = torch.cat([torch.randint(b * N, b * N + N, (N,), generator=generator) for b in range(len(rows))])
-            state.reorder(swap)
+            state.cache.reorder(swap)
             prefixes = [list(prefixes[i]) for i in swap.tolist()]
         if t == 5:
             state.keep(torch.tensor([0, 2]))

@@ -106,7 +106,7 @@ def test_is_causal_computes_what_torch_does(masks, need_weights, batch_first):
 @pytest.mark.parametrize("need_weights", [False, True])
 @pytest.mark.parametrize("stated", ["mask and hint", "hint alone"])
 def test_is_causal_leaves_the_extra_keys_open(options, need_weights, stated):
-    """torch hides them with is_causal and need_weights=False alone, and wants a mask; ours agrees with all else."""
+    """torch hides them with is_causal and need_weights=False alone, and wants a mask."""
     model, torchs = attention(**options)
     query, key, value = inputs_for("memory", model)
     ahead = torch.ones(T, S).triu(1).bool()

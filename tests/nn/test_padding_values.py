@@ -11,7 +11,7 @@ from torch import Tensor
 import fastformer
 from fastformer import MultiheadAttention
 from fastformer.functional import attention, attention_with_weights
-from tests.support.all_pairs import all_pairs
+from tests.support.all_pairs import all_pairs, name
 from tests.support.closeness import gradients
 from tests.support.fused_op import DEVICE, needs_kernels
 
@@ -42,13 +42,13 @@ CASES: dict[str, tuple[dict[str, Any], Tensor]] = {
 
 @pytest.fixture(params=["reference", pytest.param("triton", marks=needs_kernels)])
 def fillings(request: pytest.FixtureRequest) -> Iterator[tuple[float, ...]]:
-    """What padding holds, on a backend; products of the second overflow. The interpreter takes its time."""
+    """Return what padding holds, on a backend; products of the second value overflow."""
     with fastformer.backend(request.param):
         yield (0.0, 3e38, math.nan, math.inf) if request.param == "reference" or DEVICE == "cuda" else (0.0, math.nan)
 
 
 def agree(results: list[list[Tensor]]) -> None:
-    """Those of finite padding are finite, and the others are the same bit by bit."""
+    """Check that results with finite padding are finite, and that the others are the same bit by bit."""
     for clean, *dirty in zip(*results, strict=True):
         assert clean.isfinite().all()
         assert all(torch.equal(clean, actual) for actual in dirty)
@@ -68,12 +68,7 @@ CALLS = [
 ]
 
 
-def name_of(value: Any) -> str:
-    """The name of a function, or the value in words."""
-    return getattr(value, "__name__", None) or str(value)
-
-
-@pytest.mark.parametrize(("fillings", "dtype", "op", "case"), CALLS, indirect=["fillings"], ids=name_of)
+@pytest.mark.parametrize(("fillings", "dtype", "op", "case"), CALLS, indirect=["fillings"], ids=name)
 def test_attention_reads_no_padding(
     fillings: tuple[float, ...], dtype: torch.dtype, op: Callable[..., Any], case: str
 ) -> None:
@@ -148,9 +143,9 @@ PADDED: dict[str, tuple[Callable[[Any], object], dict[str, Any]]] = {
 @pytest.mark.parametrize("way", PADDED)
 def test_padding_changes_no_bit_of_a_stack_that_runs_padded(way: str, kind: str, additive: bool) -> None:
     """Outputs, weights, and gradients of parameters and of real inputs; torch's are NaN."""
-    name = kind.capitalize()
-    layer = getattr(fastformer, f"Transformer{name}Layer")(K, 2, 24, batch_first=True, dropout=0.0)
-    stack = getattr(fastformer, f"Transformer{name}")(layer, 2)
+    cls = f"Transformer{kind.capitalize()}"
+    layer = getattr(fastformer, f"{cls}Layer")(K, 2, 24, batch_first=True, dropout=0.0)
+    stack = getattr(fastformer, cls)(layer, 2)
     change, arguments = PADDED[way]
     change(stack)
     padding = torch.zeros(B, S).masked_fill(~HOLES, -math.inf) if additive else ~HOLES

@@ -4,7 +4,6 @@ import json
 import math
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -167,16 +166,11 @@ def test_perplexity_of_a_stream_is_that_of_a_plain_loop(
     assert found.tokens == found.words == len(ids) - 1
 
 
-@pytest.mark.parametrize("recipe", sorted((Path(__file__).parents[3] / "recipes").glob("wikitext2-*.toml")))
-def test_recipes_can_be_read(recipe: Path) -> None:
-    settings = LANGUAGE.read_settings(recipe)
-    LanguageDataConfig(**settings["data"])
+def test_the_recipe_for_a_cpu_has_the_settings_of_its_results() -> None:
+    settings = LANGUAGE.read_settings(Path(__file__).parents[3] / "recipes" / "wikitext2-word-cpu.toml")
     train = LANGUAGE.train(**settings["train"])
-    if recipe.stem == "wikitext2-word-cpu":  # what its results were measured with
-        assert (train.schedule, train.warmup_steps, train.lr, train.batch_tokens) == ("cosine", 50, 4e-3, 768)
+    assert (train.schedule, train.warmup_steps, train.lr, train.batch_tokens) == ("cosine", 50, 4e-3, 768)
     assert train.label_smoothing == 0.0
-    sizes: dict[str, Any] = {"vocabulary": 33_280, **settings["model"]}
-    assert LanguageConfig(**sizes).vocabulary == 33_280
 
 
 @pytest.mark.parametrize(

@@ -5,26 +5,22 @@ from typing import Any
 import torch
 
 V, D, H, LENGTH = 37, 16, 4, 24
-_LLAMA = {
+_SIZES = {
     "vocab_size": V,
     "hidden_size": D,
     "num_hidden_layers": 2,
     "num_attention_heads": H,
-    "num_key_value_heads": 2,
     "intermediate_size": 24,
+}
+_LLAMA = {
+    **_SIZES,
+    "num_key_value_heads": 2,
     "max_position_embeddings": 64,
     "pad_token_id": 1,
     "bos_token_id": 2,
     "eos_token_id": 3,
 }
-_BERT = {
-    "vocab_size": V,
-    "hidden_size": D,
-    "num_hidden_layers": 2,
-    "num_attention_heads": H,
-    "intermediate_size": 24,
-    "max_position_embeddings": 32,
-}
+_BERT = {**_SIZES, "max_position_embeddings": 32}
 _MARIAN = {
     "vocab_size": V,
     "d_model": D,
@@ -53,8 +49,8 @@ LLAMA3 = {
 }
 _SLIDING = {"use_sliding_window": True, "sliding_window": 5, "max_window_layers": 0}
 
-# name -> class, and what its configuration is made of
-DECODERS: dict[str, tuple[str, dict[str, Any]]] = {
+# name -> class and settings of its configuration
+ALL: dict[str, tuple[str, dict[str, Any]]] = {
     "gpt2": ("GPT2LMHeadModel", _GPT2),
     "gpt2 untied": ("GPT2LMHeadModel", {**_GPT2, "tie_word_embeddings": False, "n_inner": 20}),
     "llama": ("LlamaForCausalLM", _LLAMA),
@@ -73,13 +69,9 @@ DECODERS: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3": ("Qwen3ForCausalLM", {**_LLAMA, "head_dim": 6}),
     "mistral": ("MistralForCausalLM", {**_LLAMA, "sliding_window": None}),
     "mistral window": ("MistralForCausalLM", {**_LLAMA, "sliding_window": 5}),
-}
-ENCODERS: dict[str, tuple[str, dict[str, Any]]] = {
     "bert": ("BertModel", _BERT),
     "bert tokens": ("BertForTokenClassification", {**_BERT, "num_labels": 3}),
     "bert sequences": ("BertForSequenceClassification", {**_BERT, "num_labels": 3}),
-}
-TRANSLATORS: dict[str, tuple[str, dict[str, Any]]] = {
     "marian": ("MarianMTModel", _MARIAN),
     "marian, two vocabularies": (
         "MarianMTModel",
@@ -87,7 +79,6 @@ TRANSLATORS: dict[str, tuple[str, dict[str, Any]]] = {
         | {"pad_token_id": 30, "decoder_start_token_id": 30, "scale_embedding": False},
     ),
 }
-ALL = {**DECODERS, **ENCODERS, **TRANSLATORS}
 
 
 def build(name: str, dtype: torch.dtype = torch.float32, **changes: Any) -> Any:

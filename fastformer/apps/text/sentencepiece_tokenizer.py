@@ -205,19 +205,18 @@ def read_marian(folder: Path | str) -> tuple[MarianTokenizer, MarianTokenizer]:
     Raises ``FileNotFoundError`` if a file is missing, and ``TextError`` if one is damaged or of another format.
     """
     folder = Path(folder)
-    models = [folder / name for name in ("source.spm", "target.spm")]
-    contents = [read_file(path) for path in models]
+    source, target = (read_file(folder / name) for name in ("source.spm", "target.spm"))
     settings = folder / "tokenizer_config.json"
     separate = settings.is_file() and read_json(settings).get("separate_vocabs", False)
-    vocabularies = [folder / "vocab.json", folder / ("target_vocab.json" if separate else "vocab.json")]
-    tokenizers = []
-    for model, content, vocabulary in zip(models, contents, vocabularies, strict=True):
-        ids = read_json(vocabulary)
-        if sorted(ids.values(), key=repr) != sorted(range(len(ids)), key=repr):
-            raise TextError(f"{vocabulary}: not a vocabulary: the pieces' ids must be 0 to N - 1, each once")
-        try:
-            tokenizers.append(MarianTokenizer(content, sorted(ids, key=ids.__getitem__)))
-        except TextError as error:
-            raise TextError(f"{model}, {vocabulary}: {error}") from None
-    source, target = tokenizers
-    return source, target
+    target_pieces = "target_vocab.json" if separate else "vocab.json"
+    return _read_side(source, folder / "vocab.json"), _read_side(target, folder / target_pieces)
+
+
+def _read_side(model: bytes, vocabulary: Path) -> MarianTokenizer:
+    ids = read_json(vocabulary)
+    if sorted(ids.values(), key=repr) != sorted(range(len(ids)), key=repr):
+        raise TextError(f"{vocabulary}: not a vocabulary: the pieces' ids must be 0 to N - 1, each once")
+    try:
+        return MarianTokenizer(model, sorted(ids, key=ids.__getitem__))
+    except TextError as error:
+        raise TextError(f"{vocabulary}, or its model: {error}") from None

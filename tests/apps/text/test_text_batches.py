@@ -175,12 +175,11 @@ def test_buckets_save_padding_and_budgets_are_filled():
     pairs = numbered_pairs(2000, longest=40)
     bucketed, random = (Batches(pairs, tokens=400, bucket=bucket, packed=False) for bucket in (True, False))
     assert bucketed.padding_share() < 0.25 < 0.4 < random.padding_share() < 0.6
-    batch_padding = [(b.source.numel() + b.target_in.numel()) for b in bucketed.epoch(0)]
+    positions = sum(batch.source.numel() + batch.target_in.numel() for batch in bucketed.epoch(0))
     real = int(pairs.source.lengths.sum() + pairs.target.lengths.sum()) + 2 * len(pairs)
-    assert bucketed.padding_share() == pytest.approx(1 - real / sum(batch_padding))
-    packed = Batches(pairs, tokens=400, bucket=False)
-    positions = [max(b.source.numel(), b.target_in.numel()) for b in packed.epoch(0)]
-    assert min(positions[:-1]) > 400 - 41  # each batch is full: no sentence of at most 41 tokens fits in what is left
+    assert bucketed.padding_share() == pytest.approx(1 - real / positions)
+    packed = [max(b.source.numel(), b.target_in.numel()) for b in Batches(pairs, tokens=400, bucket=False).epoch(0)]
+    assert min(packed[:-1]) > 400 - 41  # each batch is full: no sentence of at most 41 tokens fits in what is left
 
 
 def test_bad_arguments_of_batches():
@@ -254,15 +253,14 @@ def test_the_losses_of_the_shares_of_documents_add_up():
     torch.testing.assert_close(total, language_model_loss(model, batch), rtol=1e-6, atol=0)
 
 
-@pytest.mark.parametrize("packed", [True, False])
-@pytest.mark.parametrize("of_tokens", [True, False])
-def test_labels_stay_with_their_sequences(packed, of_tokens):
-    ids = torch.arange(6) if packed else torch.arange(9).view(3, 3)
-    batch = LabelledBatch(ids, ids + 10 if of_tokens else torch.tensor([7, 8, 9]), torch.tensor([2, 3, 1]))
-    shares = [batch.share(rank, 2) for rank in range(2)]
-    for name in ("ids", "labels", "lengths"):
-        assert torch.equal(torch.cat([getattr(share, name) for share in shares]), getattr(batch, name))
-    assert [len(share) for share in shares] == [1, 2]
+@pytest.mark.parametrize("ids", [torch.arange(6), torch.arange(9).view(3, 3)], ids=["packed", "padded"])
+def test_labels_stay_with_their_sequences(ids):
+    for labels in (ids + 10, torch.tensor([7, 8, 9])):
+        batch = LabelledBatch(ids, labels, torch.tensor([2, 3, 1]))
+        shares = [batch.share(rank, 2) for rank in range(2)]
+        for name in ("ids", "labels", "lengths"):
+            assert torch.equal(torch.cat([getattr(share, name) for share in shares]), getattr(batch, name))
+        assert [len(share) for share in shares] == [1, 2]
 
 
 def test_a_process_may_get_nothing():

@@ -104,6 +104,10 @@ FORMS = {
     "causal": form(causal=True),
     "causal bottom_right": form(causal=True, alignment="bottom_right"),
     "both lengths": form(query_lengths=[2, 5, 0], key_lengths=[7, 1, 3]),
+    "lengths in other integers": form(
+        query_lengths=lambda: torch.tensor([2, 5, 0], dtype=torch.uint8),
+        key_lengths=lambda: torch.tensor([7, 1, 3], dtype=torch.int32),
+    ),
     "causal with lengths": form(causal=True, key_lengths=[2, 7, 0]),
     # The second sequence has fewer keys than queries: its first queries may attend to nothing.
     "causal bottom_right with lengths": form(

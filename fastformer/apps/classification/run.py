@@ -4,7 +4,6 @@
 them in the order of the classes.
 """
 
-from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, ClassVar, Literal
@@ -18,12 +17,11 @@ from fastformer.apps.classification.corpus import LabelledCorpus, encode_texts, 
 from fastformer.apps.classification.model import ClassifierConfig, SequenceClassifier, sequence_classification_loss
 from fastformer.apps.runs.application import Application
 from fastformer.apps.runs.automatic_settings import CHOSEN, Task
-from fastformer.apps.runs.data_settings import NUMBERS, VOCABULARY, TextConfig
+from fastformer.apps.runs.data_settings import NUMBERS, TextConfig
 from fastformer.apps.runs.run import Run
 from fastformer.apps.settings import File, FolderOrName, Given, Texts, inherited, setting
-from fastformer.apps.text import LabelledBatch, LabelledBatches, Tokenizer
+from fastformer.apps.text import LabelledBatch, LabelledBatches
 from fastformer.apps.text.corpora import hold_out
-from fastformer.apps.text.vocabulary import learn_tokenizer
 from fastformer.apps.train import TrainConfig, Validation
 from fastformer.settings import check_value
 
@@ -135,15 +133,16 @@ class ClassificationRun(Run):
         corpora = read_labelled_corpora(data)
         return replace(data, labels=corpora["train"].labels), corpora
 
-    def learn(self) -> tuple[Tokenizer]:
-        return (learn_tokenizer(self.corpora["train"].texts, self.data, pieces=VOCABULARY),)
-
     def sides(self) -> tuple[list[str]]:
         return (self.corpora["train"].texts,)
 
-    def encode(self) -> None:
+    def encode(self) -> tuple[str, list[NDArray[Any]]]:
         (self.tokenizer,) = self.tokenizers
-        self.sequences, self._cut = encode_texts(self.corpora["train"].texts, self.tokenizer, self.data.max_length)
+        train = self.corpora["train"]
+        self.sequences, cut = encode_texts(train.texts, self.tokenizer, self.data.max_length)
+        tokens = f"{len(self.sequences):,} texts, {len(self.sequences.ids):,} tokens{f', {cut:,} cut' if cut else ''}"
+        arrays: list[NDArray[Any]] = [self.sequences.ids, self.sequences.offsets, train.classes]
+        return f"{tokens}, {len(train.labels):,} labels", arrays
 
     def task(self, given: Given) -> Task:
         tokens = len(self.sequences.ids)
@@ -158,17 +157,8 @@ class ClassificationRun(Run):
     def computed(cls, data: ClassificationDataConfig) -> tuple[str, ...]:
         return "loss", "accuracy", "macro_f1"
 
-    def fingerprinted(self) -> Iterable[bytes]:
-        yield from (self.sequences.ids.tobytes(), self.sequences.offsets.tobytes())
-        yield self.corpora["train"].classes.tobytes()
-
     def validation_texts(self) -> list[Any]:
         return [self.corpora["valid"].texts, self.corpora["valid"].classes.tolist()]
-
-    def training(self) -> str:
-        cut = f", {self._cut:,} cut" if self._cut else ""
-        tokens = f"{len(self.sequences):,} texts, {len(self.sequences.ids):,} tokens{cut}"
-        return f"{tokens}, {len(self.corpora['train'].labels):,} labels"
 
     def loss(self, model: SequenceClassifier, batch: LabelledBatch) -> torch.Tensor:
         return sequence_classification_loss(model, batch, self.train_config.label_smoothing)

@@ -7,7 +7,7 @@ at most `context` tokens. `fastformer.apps.runs.folder` describes the files of a
 """
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar, Literal
@@ -20,7 +20,7 @@ from fastformer.apps.language.model import LanguageConfig, LanguageModel, langua
 from fastformer.apps.language.sampling import TextGenerator
 from fastformer.apps.runs.application import Application
 from fastformer.apps.runs.automatic_settings import CHOSEN, Task
-from fastformer.apps.runs.data_settings import DOCSTRINGS, TO_SPLIT, VOCABULARY, TextConfig
+from fastformer.apps.runs.data_settings import DOCSTRINGS, TO_SPLIT, TextConfig
 from fastformer.apps.runs.run import Run
 from fastformer.apps.settings import FolderOrName, Given, inherited, setting
 from fastformer.apps.text import (
@@ -39,7 +39,6 @@ from fastformer.apps.text import (
 )
 from fastformer.apps.text.batches import Pieces, cut_documents
 from fastformer.apps.text.tokenizer import UNK
-from fastformer.apps.text.vocabulary import learn_tokenizer
 from fastformer.apps.train import TrainConfig, Validation
 from fastformer.host.devices import device_of
 from fastformer.settings import check_value
@@ -151,9 +150,6 @@ class LanguageRun(Run):
     def read(cls, data: LanguageDataConfig) -> tuple[LanguageDataConfig, dict[Split, TextCorpus]]:
         return data, read_text_corpora(data)
 
-    def learn(self) -> tuple[Tokenizer]:
-        return (learn_tokenizer(self.corpora["train"].lines, self.data, pieces=VOCABULARY),)
-
     def chosen_data(self, given: Given) -> dict[str, Any]:
         stated = {"tokenizer", "vocabulary", "character_coverage"} & set(given["data"])
         if not stated and any(UNK in line.split() for line in self.corpora["train"].lines):
@@ -163,9 +159,10 @@ class LanguageRun(Run):
     def sides(self) -> tuple[list[str]]:
         return (self.corpora["train"].lines,)
 
-    def encode(self) -> None:
+    def encode(self) -> tuple[str, list[NDArray[Any]]]:
         (self.tokenizer,) = self.tokenizers
         self.encoded = _encode(self.corpora["train"], self.tokenizer, self.data.stream)
+        return str(self.encoded), [self.encoded.documents.ids, self.encoded.documents.offsets]
 
     def task(self, given: Given) -> Task:
         data, columns = self.data, self.data.stream == "columns"
@@ -197,15 +194,9 @@ class LanguageRun(Run):
         if data.stream == "documents" and train.batch_tokens < data.context:
             raise ValueError(f"batch_tokens ({train.batch_tokens}) must be at least context ({data.context})")
 
-    def fingerprinted(self) -> Iterable[bytes]:
-        yield from (self.encoded.documents.ids.tobytes(), self.encoded.documents.offsets.tobytes())
-
     def validation_texts(self) -> list[Any]:
         valid = self.corpora["valid"]
         return valid.documents if self.data.stream == "documents" else valid.lines
-
-    def training(self) -> str:
-        return str(self.encoded)
 
     def loss(self, model: LanguageModel, batch: LanguageBatch) -> torch.Tensor:
         return language_model_loss(model, batch, self.train_config.label_smoothing)

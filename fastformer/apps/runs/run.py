@@ -11,18 +11,21 @@ from pathlib import Path
 from typing import Any, ClassVar, Self
 
 import torch
+from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from fastformer import functional
 from fastformer.apps.models.sizes import check_memory
 from fastformer.apps.runs.application import PRETRAINED, Application
 from fastformer.apps.runs.automatic_settings import Choice, Task, choose, targets_per_second, vocabulary_size
+from fastformer.apps.runs.data_settings import VOCABULARY
 from fastformer.apps.runs.folder import CONFIG, DATA, check_new, read_kind, stated
 from fastformer.apps.settings import Given, refuse_fixed
 from fastformer.apps.system.files import write_file
 from fastformer.apps.system.run_lock import lock_run, locked
 from fastformer.apps.text import Tokenizer
 from fastformer.apps.text.files import read_json
+from fastformer.apps.text.vocabulary import learn_tokenizer
 from fastformer.apps.train import (
     BatchSource,
     Checkpoint,
@@ -68,7 +71,7 @@ class Run(ABC):
         chosen = {} if given is None else self.chosen_data(given)
         self.data = replace(self.data, **chosen)
         self.tokenizers = tokenizers or self.learn()
-        self.encode()
+        self.training, self.encoded_arrays = self.encode()
         if given is not None:
             self.choice = self._choose(model, given, chosen)
             self.data, self.train_config = replace(self.data, **self.choice.data), replace(train, **self.choice.train)
@@ -105,16 +108,16 @@ class Run(ABC):
         """Read training, validation and test data; return the settings, completed from the data, and the data."""
 
     @abstractmethod
+    def sides(self) -> Iterable[Iterable[str]]:
+        """Return the lines of the training data, per vocabulary."""
+
     def learn(self) -> tuple[Tokenizer, ...]:
         """Learn the vocabularies from the training data only."""
+        return tuple(learn_tokenizer(lines, self.data, pieces=VOCABULARY) for lines in self.sides())
 
     @abstractmethod
-    def sides(self) -> Iterable[Iterable[str]]:
-        """Return the lines of the training data, per language."""
-
-    @abstractmethod
-    def encode(self) -> None:
-        """Encode the training data."""
+    def encode(self) -> tuple[str, list[NDArray[Any]]]:
+        """Encode the training data; return words about it, and arrays that must be equal in a resumed run."""
 
     @abstractmethod
     def task(self, given: Given) -> Task:
@@ -125,16 +128,8 @@ class Run(ABC):
         """Return batches of the encoded training data, of the size in the settings."""
 
     @abstractmethod
-    def fingerprinted(self) -> Iterable[bytes]:
-        """Return the encoded training data, whose fingerprint must be equal in a resumed run."""
-
-    @abstractmethod
     def validation_texts(self) -> list[Any]:
         """Return the validation data as read, whose fingerprint must be equal in a resumed run."""
-
-    @abstractmethod
-    def training(self) -> str:
-        """Describe the encoded training data in words."""
 
     @abstractmethod
     def loss(self, model: Any, batch: Any) -> Tensor:
@@ -270,11 +265,11 @@ class Run(ABC):
     def data_report(self) -> dict[str, Any]:
         """Return counts and fingerprints of the data, which must be equal in a resumed run."""
         digest = hashlib.sha256()
-        for data in self.fingerprinted():
-            digest.update(data)
+        for array in self.encoded_arrays:
+            digest.update(array.tobytes())
         return {
             "corpora": {name: str(corpus) for name, corpus in self.corpora.items()},
-            "training": self.training(),
+            "training": self.training,
             "vocabularies": [tokenizer.size for tokenizer in self.tokenizers],
             "fingerprint": digest.hexdigest(),
             "validation": hashlib.sha256(json.dumps(self.validation_texts()).encode()).hexdigest(),

@@ -3,7 +3,7 @@
 `fastformer.apps.runs.folder` describes the files of a run folder.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
@@ -214,10 +214,12 @@ class TranslationRun(Run):
         train = self.corpora["train"]
         return (train.source + train.target,) if self.data.joint else (train.source, train.target)
 
-    def encode(self) -> None:
+    def encode(self) -> tuple[str, list[NDArray[Any]]]:
         data = self.data
         source, target = self.tokenizers
         self.pairs = encode_pairs(self.corpora["train"], source, target, data.max_length, data.too_long)  # type: ignore[arg-type]
+        sides = self.pairs.source, self.pairs.target
+        return str(self.pairs), [array for side in sides for array in (side.ids, side.offsets)]
 
     def task(self, given: Given) -> Task:
         lengths = self.pairs.target.lengths + 1  # eos
@@ -259,15 +261,8 @@ class TranslationRun(Run):
         if data.bleu_sentences:
             check_bleu_tokenizer(data.tokenizer_for_bleu)
 
-    def fingerprinted(self) -> Iterable[bytes]:
-        for side in (self.pairs.source, self.pairs.target):
-            yield from (side.ids.tobytes(), side.offsets.tobytes())
-
     def validation_texts(self) -> list[Any]:
         return [self.corpora["valid"].source, self.corpora["valid"].target]
-
-    def training(self) -> str:
-        return str(self.pairs)
 
     def loss(self, model: TranslationModel, batch: Any) -> torch.Tensor:
         return translation_loss(model, batch, self.train_config.label_smoothing)

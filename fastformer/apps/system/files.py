@@ -9,6 +9,7 @@ import os
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from itertools import chain, count
 from pathlib import Path
 from typing import IO
 
@@ -63,7 +64,10 @@ def replacing(path: Path, partial: bool = False) -> Iterator[IO[bytes]]:
         return
     check_writable(path)
     path = Path(os.path.realpath(path))
-    temporary = _free_partial(path) if partial else path.with_name(f".{path.name}.tmp")
+    temporary = path.with_name(f".{path.name}.tmp")
+    if partial:  # NAME.partial, or NAME.2.partial if that exists, and so on
+        names = (f"{path.name}{number}.partial" for number in chain([""], (f".{each}" for each in count(2))))
+        temporary = next(each for each in map(path.with_name, names) if not each.exists())
     try:
         with naming(path), temporary.open("wb", buffering) as file:
             yield file
@@ -81,13 +85,6 @@ def replacing(path: Path, partial: bool = False) -> Iterator[IO[bytes]]:
             else:
                 temporary.unlink()
         raise
-
-
-def _free_partial(path: Path) -> Path:
-    """Return NAME.partial, or NAME.2.partial if that exists, and so on."""
-    numbers = ("", *(f".{number}" for number in range(2, 1000)))
-    candidates = (path.with_name(f"{path.name}{number}.partial") for number in numbers)
-    return next(candidate for candidate in candidates if not candidate.exists())
 
 
 def append_file(path: Path, data: bytes) -> None:

@@ -111,11 +111,9 @@ def check_tensors_fit(saved: Mapping[str, Tensor], expected: Mapping[str, Tensor
     for name, tensor in expected.items():
         if name not in saved:
             raise CheckpointError(f"{origin}: does not hold {name}, which this model has")
-        shape, dtype = saved[name].shape, saved[name].dtype
-        if shape != tensor.shape:
-            raise CheckpointError(
-                f"{origin}: holds {name} of shape {list(shape)}, but this model's is {list(tensor.shape)}"
-            )
+        shape, dtype = list(saved[name].shape), saved[name].dtype
+        if shape != list(tensor.shape):
+            raise CheckpointError(f"{origin}: holds {name} of shape {shape}, but this model's is {list(tensor.shape)}")
         if not same_kind(dtype, tensor.dtype):
             raise CheckpointError(f"{origin}: holds {name} of {dtype}, but this model's is {tensor.dtype}")
     if extra := next((name for name in saved if name not in expected), None):
@@ -215,8 +213,8 @@ class Checkpoint:
         if config is not None and self.config:
             expected, saved = to_plain(config), {**_earlier_values(config), **self.config}
             for name in {**expected, **saved}:
-                if name not in saved or name not in expected or saved[name] != expected[name]:
-                    stored, needed = (repr(each[name]) if name in each else "nothing" for each in (saved, expected))
+                stored, needed = (repr(each[name]) if name in each else "nothing" for each in (saved, expected))
+                if stored != needed:
                     raise CheckpointError(
                         f"{self.path}: is of another architecture: it has {name}={stored}, this model {needed}"
                     )

@@ -74,19 +74,10 @@ class CheckpointFolder:
     ) -> Path:
         """Write a checkpoint, then the index, and remove checkpoints that are no longer kept.
 
-        Args:
-            step: number of optimizer steps so far.
-            weights: state dict of the model.
-            state: plain values that resuming needs, and under "optimizer" {parameter: {name: tensor}}. None: the
-                checkpoint is an average.
-            config: the architecture, a dataclass or mapping.
-            metrics: values of the validation.
-            best: value of the metric, which marks the checkpoint as the best; None: it is not.
-            interim: whether the next checkpoint replaces this one.
-
-        Raises:
-            OSError: the disk is full or cannot be written; names the cause and the last good checkpoint. Earlier
-                checkpoints stay loadable.
+        state: plain values that resuming needs, and under "optimizer" {parameter: {name: tensor}}; None: the checkpoint
+        is an average. config: the architecture, a dataclass or mapping. metrics: of the validation. best: value of the
+        metric if the checkpoint is the best. interim: whether the next checkpoint replaces this one. Raises OSError,
+        which names the last good checkpoint, if the disk is full or cannot be written; earlier checkpoints stay.
         """
         name = AVERAGE if state is None else f"{INTERIM if interim else 'step'}-{step}"
         try:

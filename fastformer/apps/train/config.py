@@ -88,11 +88,7 @@ class TrainConfig(Settings):
         choices=("ddp", "fsdp"),
         only={"processes": "several processes"},
     )
-    threads: int | None = setting(
-        None,
-        "CPU threads; unset: torch's choice",
-        at_least=1,
-    )
+    threads: int | None = setting(None, "CPU threads; unset: torch's choice", at_least=1)
     log_every: int = setting(50, "steps between two records of loss and speed", at_least=1)
     tensorboard: bool = setting(False, "write TensorBoard event files too")
 

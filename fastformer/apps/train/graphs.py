@@ -3,8 +3,7 @@
 The host needs 15 to 30 ms for the launches of a step of 6+6 layers, whatever the batch; an H200 computes one of
 4,096 tokens in 2 to 4 (a prediction: none of this is measured on a GPU). So each part of a step is captured:
 
-- forward and backward of a batch, once for each shape (`FixedBatch`); one op adds the new gradients to the
-  accumulated ones: 186 launches fewer, for the memory of the gradients once more;
+- forward and backward of a batch, once for each shape (`FixedBatch`);
 - the norm of the gradients;
 - clipping and the optimizer, whose learning rate is a tensor.
 
@@ -20,6 +19,7 @@ flow in Python that differs from step to step. New addresses of parameters and g
 
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import fields, replace
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -101,7 +101,12 @@ class GraphedUpdate(Update):
         self._tokens.fill_(max(tokens, 1))
         self._total.zero_()
         for batch in batches:
-            self._add(batch)
+            shape = shape_of(batch, self._longest)
+            if shape not in self._memory:
+                self._memory[shape] = FixedBatch(batch, shape, self.device)
+            memory = self._memory[shape]
+            memory.load(batch)
+            self._run(shape, partial(self._add, memory))
         self._run("norm", lambda: self._norm.copy_(self.norm()))
         return self._total, self._norm, tokens
 
@@ -122,30 +127,8 @@ class GraphedUpdate(Update):
         super().load_state_dict(optimizer, scaler)
         self._forget()
 
-    def backward(self, batch: Any, tokens: float | Tensor) -> Tensor:
-        """Add the gradients as in `Update`, but with one op for all, which needs their memory twice meanwhile."""
-        accumulated = [p.grad for p in self.parameters]
-        for p in self.parameters:
-            p.grad = None
-        try:
-            loss = super().backward(batch, tokens)
-            grads = zip(accumulated, (p.grad for p in self.parameters), strict=True)
-            pairs = [(a, b) for a, b in grads if a is not None and b is not None]
-            if pairs:
-                torch._foreach_add_(*map(list, zip(*pairs, strict=True)))
-        finally:
-            for old, p in zip(accumulated, self.parameters, strict=True):
-                p.grad = p.grad if old is None else old
-        return loss
-
-    def _add(self, batch: Any) -> None:
-        """Add the gradients of a batch."""
-        shape = shape_of(batch, self._longest)
-        if shape not in self._memory:
-            self._memory[shape] = FixedBatch(batch, shape, self.device)
-        memory = self._memory[shape]
-        memory.load(batch)
-        self._run(shape, lambda: self._total.add_(self.backward(memory.batch(), self._tokens)))
+    def _add(self, memory: "FixedBatch") -> None:
+        self._total.add_(self.backward(memory.batch(), self._tokens))
 
     def _optimize(self) -> None:
         if self.device.type == "cuda":

@@ -34,6 +34,7 @@ class MetricsLog:
         self.folder = Path(folder)
         self.folder.mkdir(parents=True, exist_ok=True)
         self._records = read_metrics(self.folder)[:count] if (self.folder / JSONL).is_file() else []
+        self.count = len(self._records)
         write_file(self.folder / JSONL, _jsonl(self._records))
         self._write_csv()
         self._events: Any = None
@@ -45,15 +46,11 @@ class MetricsLog:
             step = self._records[-1]["step"] + 1 if self._records else 0
             self._events = SummaryWriter(str(self.folder / "tensorboard"), purge_step=step)
 
-    @property
-    def count(self) -> int:
-        """Records written so far."""
-        return len(self._records)
-
     def write(self, kind: str, step: int, /, **values: Any) -> dict[str, Any]:
         """Append a record and return it."""
         record = {"kind": kind, "step": step, **values}
         self._records.append(record)
+        self.count += 1
         append_file(self.folder / JSONL, _jsonl([record]))
         if kind != "train":
             self._write_csv()

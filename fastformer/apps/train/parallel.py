@@ -5,7 +5,7 @@ With FSDP2 each layer of a stack is gathered by itself, while the layer before i
 (embeddings, output, last norms) are gathered at once before the first layer.
 """
 
-from collections import Counter, OrderedDict
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
@@ -77,17 +77,19 @@ def gathered(step: nn.Module) -> Iterator[None]:
     backward in the recorded order: a process that validated alone would gather other layers than the other processes.
     """
     units: list[Any] = [unit for unit in step.modules() if hasattr(unit, "unshard")]
-    saved_hooks = [(u, name, getattr(u, name)) for u in units for name in ("_forward_pre_hooks", "_forward_hooks")]
+    all_hooks = [(hooks, dict(hooks)) for unit in units for hooks in (unit._forward_pre_hooks, unit._forward_hooks)]
     for unit in units:
         unit.unshard()
     try:
-        for unit, name, hooks in saved_hooks:
-            classes = {key: type(getattr(hook, "__self__", None)).__name__ for key, hook in hooks.items()}
-            setattr(unit, name, OrderedDict({key: hooks[key] for key in hooks if classes[key] != "FSDPState"}))
+        for hooks, saved in all_hooks:
+            for key, hook in saved.items():
+                if type(getattr(hook, "__self__", None)).__name__ == "FSDPState":
+                    del hooks[key]
         yield
     finally:
-        for unit, name, hooks in saved_hooks:
-            setattr(unit, name, hooks)
+        for hooks, saved in all_hooks:
+            hooks.clear()  # so that their order stays
+            hooks.update(saved)
         for unit in units:
             unit.reshard()
 

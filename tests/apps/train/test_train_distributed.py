@@ -29,7 +29,7 @@ from tests.apps.train.distributed_task import (
 from tests.support.closeness import assert_close
 from tests.support.command_line import fastformer
 from tests.support.processes import start_processes
-from tests.support.python import ROOT, variables
+from tests.support.python import variables
 
 if not torch.distributed.is_available():
     pytest.skip("torch without torch.distributed", allow_module_level=True)
@@ -284,21 +284,15 @@ main()
 """
 
 
-def free_port() -> int:
+def ends(program: str, *arguments: str) -> list[tuple[int, str, str]]:
+    """Return exit codes and output of two processes."""
     with socket.socket() as free:
         free.bind(("localhost", 0))
-        return int(free.getsockname()[1])
-
-
-def ends(program: str, *arguments: str) -> list[tuple[int, str, str]]:
-    """Exit codes and what two processes wrote."""
-    port = free_port()
-    known = {"WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": str(port), "OMP_NUM_THREADS": "1"}
-    paths = {"PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'kernels'}"}
+        port = str(free.getsockname()[1])
+    known = {"WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": port, "OMP_NUM_THREADS": "1"}
     started = [
         subprocess.Popen(
-            [sys.executable, "-c", program, *arguments],
-            env={**os.environ, **known, **paths, "RANK": str(rank), "LOCAL_RANK": str(rank)},
+            [sys.executable, "-c", program, *arguments], env=variables(**known, RANK=str(rank), LOCAL_RANK=str(rank)),
             stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
         )
         for rank in range(2)

@@ -24,37 +24,38 @@ from fastformer.apps.train.progress import Progress
 from tests.support.train_task import Clock, Overflow, Rows, Source, config, network, summed_loss, trainer, validate
 
 
-class Merged:
-    """The batches of `Source`, `every` of them as one."""
+class Listed:
+    """The same batches in each epoch."""
 
-    def __init__(self, every: int) -> None:
-        self.every, self.parts = every, Source(6)
+    def __init__(self, batches: list[Rows]) -> None:
+        self.batches = batches
 
     def batches_in(self, epoch: int) -> int:
-        return 6 // self.every
+        return len(self.batches)
 
     def epoch(self, epoch: int, start: int = 0) -> Any:
-        batches = list(self.parts.epoch(epoch))
-        for i in range(start * self.every, 6, self.every):
-            group = batches[i : i + self.every]
-            yield Rows(torch.cat([b.inputs for b in group]), torch.cat([b.labels for b in group]))
+        return iter(self.batches[start:])
 
 
 @pytest.mark.parametrize("optimizer", ["adamw", "adam", "sgd"])
 def test_accumulating_batches_of_unequal_size_equals_one_big_batch(tmp_path, optimizer):
-    settings: dict[str, Any] = {"steps": 6, "validate_every": 6, "optimizer": optimizer, "eps": 1e-6}
-    models = [network(dropout=0.0).double() for _ in range(2)]
-
-    def loss(model: nn.Module, batch: Rows) -> torch.Tensor:
-        return nn.functional.cross_entropy(model(batch.inputs.double()), batch.labels, reduction="sum")
-
-    for name, model, source, accumulate in zip("ab", models, (Source(6), Merged(3)), (3, 1), strict=True):
+    small = [Rows(each.inputs.double(), each.labels) for each in Source(6).epoch(0)]
+    parts = [small[:3], small[3:]]
+    big = [Rows(torch.cat([b.inputs for b in part]), torch.cat([b.labels for b in part])) for part in parts]
+    models = []
+    for batches, accumulate in ((small, 3), (big, 1)):
+        models.append(network(dropout=0.0).double())
+        settings = config(steps=6, validate_every=6, optimizer=optimizer, eps=1e-6, accumulate=accumulate)
         run = trainer(
-            tmp_path / name, config(accumulate=accumulate, **settings), source, model=model, loss=loss, validate=None
+            tmp_path / str(accumulate), settings, Listed(batches), model=models[-1], loss=exact_loss, validate=None
         )
-        assert run.fit().tokens == sum(b.tokens for epoch in range(3) for b in Source(6).epoch(epoch))
+        assert run.fit().tokens == 3 * sum(batch.tokens for batch in small)
     for one, other in zip(*(model.parameters() for model in models), strict=True):
         torch.testing.assert_close(one, other, rtol=1e-12, atol=1e-12)
+
+
+def exact_loss(model: nn.Module, batch: Rows) -> Tensor:
+    return nn.functional.cross_entropy(model(batch.inputs), batch.labels, reduction="sum")
 
 
 def test_a_step_is_the_clipped_gradient_of_the_mean_over_tokens(tmp_path):
@@ -142,6 +143,9 @@ def test_early_stopping_keeps_the_best_weights_restorable(tmp_path):
     assert best.step == 10
     best.load_into(model)
     assert not torch.equal(model[0].weight, last)
+    again = trainer(tmp_path, config(patience=2, steps=100, keep=1))
+    again.resume()
+    assert again.ended == "patience"
 
 
 def test_a_score_is_better_when_higher_a_loss_when_lower_and_a_nan_never(tmp_path):
@@ -209,19 +213,15 @@ def test_the_best_of_all_may_be_the_average(tmp_path):
 
 def test_budgets_end_the_run_and_the_first_one_wins(tmp_path):
     ends = {
-        "steps": {"steps": 3, "epochs": 5},
-        "epochs": {"steps": 100, "epochs": 2, "validate_every": None},
-        "minutes": {"steps": 10**9, "minutes": 1e-9},
+        "steps": (3, {"steps": 3, "epochs": 5}),
+        "epochs": (14, {"steps": 100, "epochs": 2, "validate_every": None}),
+        "minutes": (0, {"steps": 10**9, "minutes": 1e-9}),
     }
-    for name, budget in ends.items():
+    for name, (step, budget) in ends.items():
         run = trainer(tmp_path / name, config(**budget), validate=None)
         result = run.fit()
         assert (result.reason, result.best) == (name, None)
-        assert (
-            Checkpoint.open(find_checkpoint(tmp_path / name)).step
-            == result.step
-            == {"steps": 3, "epochs": 14, "minutes": 0}[name]
-        )
+        assert Checkpoint.open(find_checkpoint(tmp_path / name)).step == result.step == step
 
 
 def test_an_empty_epoch_is_an_error_and_not_an_endless_loop(tmp_path):

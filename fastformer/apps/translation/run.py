@@ -156,16 +156,16 @@ class DataConfig(VocabularyConfig):
 def read_corpora(data: DataConfig) -> dict[Split, ParallelCorpus]:
     """Read or generate training, validation and test pairs; train on the first `train_size` that are not split off."""
     if data.train_source is not None and data.train_target is not None:
-        given: dict[str, ParallelCorpus] = {}
+        held_out: dict[str, ParallelCorpus] = {}
         for name in ("valid", "test"):
             if getattr(data, f"{name}_source") is not None:
-                given[name] = read_parallel(getattr(data, f"{name}_source"), getattr(data, f"{name}_target"), name)
-        valid_size = 0 if "valid" in given else data.valid_size
-        test_size = 0 if "test" in given else data.test_size
+                held_out[name] = read_parallel(getattr(data, f"{name}_source"), getattr(data, f"{name}_target"), name)
+        valid_size = 0 if "valid" in held_out else data.valid_size
+        test_size = 0 if "test" in held_out else data.test_size
         limit = None if data.train_size is None else data.train_size + valid_size + test_size
         train = read_parallel(data.train_source, data.train_target, "train", limit)
         train, valid, test = split(train, valid_size, test_size, seed=1)
-        return {"train": train, "valid": given.get("valid", valid), "test": given.get("test", test)}
+        return {"train": train, "valid": held_out.get("valid", valid), "test": held_out.get("test", test)}
     if data.dataset == "numbers":
         if data.source != "en":
             raise ValueError(f"source must be 'en' for dataset 'numbers', not {data.source!r}")

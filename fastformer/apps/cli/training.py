@@ -96,9 +96,9 @@ def _create(
         settings = {name: values | flags[name] for name, values in application.read_settings(config).items()}
     begun = {} if pretrained is None else {"tokenizer": PRETRAINED}
     data, train = application.data(**begun | settings["data"]), application.train(**settings["train"])
-    model, given = settings["model"], {name: set(values) for name, values in settings.items()}
-    application.refuse_idle(given, data, model, train, device)
-    return kind.create(folder, data, model, train, device, pretrained, given)
+    model, named = settings["model"], {name: set(values) for name, values in settings.items()}
+    application.refuse_idle(named, data, model, train, device)
+    return kind.create(folder, data, model, train, device, pretrained, named)
 
 
 def _fit(run: Run, processes: Processes, resume: bool) -> None:

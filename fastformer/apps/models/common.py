@@ -38,8 +38,8 @@ def check_tokenizer(side: str, tokenizer: Tokenizer, size: int, config: Any = No
     if config is not None:
         expected |= {name: getattr(config, name) for name in ("pad_id", "bos_id", "eos_id")}
     for name, number in expected.items():
-        if (found := getattr(tokenizer, name)) != number:
-            what = f"{found} entries" if name == "size" else f"{name} {found}"
+        if (value := getattr(tokenizer, name)) != number:
+            what = f"{value} entries" if name == "size" else f"{name} {value}"
             raise ValueError(f"the {f'{side} tokenizer'.strip()} has {what}, the model {number}")
 
 

@@ -120,8 +120,8 @@ class Application:
             self._check_tokenizers(tokenizers, initial.config, [folder] * len(tokenizers))
         else:
             raise ValueError(f"{folder} holds no run and no exported model, with which a {self.title} run can begin")
-        kept = before if given is None else given["data"]
-        changes = {name: x for name, x in before.items() if name in _derived(self.data) or name not in kept}
+        user_data = before if given is None else given["data"]
+        changes = {name: x for name, x in before.items() if name in _derived(self.data) or name not in user_data}
         settings = {name: value for name, value in vars(initial.config).items() if name not in self.derived}
         return initial, tokenizers, {**settings, **model}, replace(data, **changes)
 

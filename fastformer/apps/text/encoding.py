@@ -126,8 +126,10 @@ def encode_pairs(
         too_long: drop longer pairs, or truncate both sides to ``max_length - 1`` tokens; both are counted.
         sampling: draw pieces at random, with this alpha of `SentencePieceTokenizer.sample_batch`.
 
-    Raises ``ValueError`` if no pair is left.
+    Raises ``ValueError`` if no pair is left, or for another value of too_long.
     """
+    if too_long not in ("drop", "truncate"):
+        raise ValueError(f"too_long must be drop or truncate, not {too_long!r}")
     source = _encode(corpus.source, source_tokenizer, sampling)
     target = _encode(corpus.target, target_tokenizer, sampling)
     keep = np.minimum(source.lengths, target.lengths) > 0  # [pairs]

@@ -108,6 +108,8 @@ def test_too_long_pairs_are_dropped_and_counted():
         encode_pairs(ParallelCorpus([], [], name="empty"), source, target)
     with pytest.raises(ValueError, match="sampling needs a SentencePieceTokenizer, not WordTokenizer"):
         encode_pairs(CORPUS, source, target, sampling=0.1)
+    with pytest.raises(ValueError, match="too_long must be drop or truncate, not 'cut'"):
+        encode_pairs(CORPUS, source, target, too_long="cut")
 
 
 def test_too_long_pairs_are_truncated_and_keep_eos():

@@ -3,7 +3,7 @@ SHELL := bash
 PYTHON ?= .venv/bin/python
 JOBS ?= 2
 
-.PHONY: help lint check test quick fuzz long aot survey kernel-hub faults core-faults lowest codegen codegen-part compiled compiled-part traffic lock notebook docs dist
+.PHONY: help lint check test quick fuzz long aot survey kernel-hub faults core-faults lowest codegen codegen-part compiled compiled-part lock notebook docs dist
 help:  ## what can be made
 	@sed -nE 's/^([a-z%-]+):.*  ## (.*)/\1\t\2/p' $(MAKEFILE_LIST) | expand -t 14
 
@@ -67,11 +67,6 @@ compiled-part:  ## a part of that, which CI runs
 	  $(PYTHON) -m pytest --compiled $$arch tests/compiled; \
 	  $(PYTHON) -m pytest --compiled $$arch --quick tests/kernels -k "shapes or rules or packed or decoding or values"; \
 	done
-
-# 70 s of a core for each GPU with nothing compiled before. Six of its 27 cases are in `compiled-part`.
-traffic:  ## sectors and bank conflicts of every op's kernels, held to tests/compiled/traffic.json
-	nice $(PYTHON) -m tests.compiled.traffic --arch 80
-	nice $(PYTHON) -m tests.compiled.traffic --arch 90
 
 # The kernels with another Triton: values in the interpreter, and what sm_90 code they make (limits hold for every
 # version; differences to the budget are printed).

@@ -9,7 +9,7 @@ import pytest
 
 from tests.compiled.ptx import text
 from tests.compiled.ptx.global_memory import Allocation
-from tests.compiled.ptx.machine import KernelFault, Options, Report, launch
+from tests.compiled.ptx.machine import KernelFault, Options, launch
 from tests.compiled.ptx.program import Program
 
 _HEAD = ".version 8.0\n.target sm_90a\n.address_size 64\n.extern .shared .align 16 .b8 global_smem[];\n"
@@ -24,14 +24,14 @@ add.s32 %r7, %r6, %r5;
 """
 
 
-def run(body: str, arrays: list[Any], threads: int = 32, grid: int = 1, shared: int = 4096, **options: Any) -> Report:
+def run(body: str, arrays: list[Any], threads: int = 32, grid: int = 1, shared: int = 4096, **options: Any) -> None:
     """Run a kernel on arrays, which it gets as pointers in %rd0, %rd1, …; %r0 is the thread."""
     params = ",\n".join(f".param .u64 k_param_{i}" for i in range(len(arrays)))
     loads = "".join(f"ld.param.b64 %rd{i}, [k_param_{i}];\n" for i in range(len(arrays)))
     begin = f"{_HEAD}.visible .entry k({params})\n.reqntid {threads}\n{{\n{_REGISTERS}{loads}mov.u32 %r0, %tid.x;\n"
     program = Program(text.read(f"{begin}{body}\nret;\n}}\n"), shared)
     allocations = [Allocation(a.ctypes.data, a.nbytes, str(i)) for i, a in enumerate(arrays)]
-    return launch(program, (grid, 1, 1), [a.ctypes.data for a in arrays], allocations, Options(**options))
+    launch(program, (grid, 1, 1), [a.ctypes.data for a in arrays], allocations, Options(**options))
 
 
 def refused(kind: str, body: str, arrays: list[Any], **options: Any) -> None:

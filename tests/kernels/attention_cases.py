@@ -62,8 +62,7 @@ def check_second_derivative(x: list[Tensor], call) -> None:
     for run in (fused, plain):
         first = torch.autograd.grad(call(run).square().sum(), x, create_graph=True)
         both.append(torch.autograd.grad(sum(g.square().sum() for g in first), x))
-    for a, e in zip(*both, strict=True):
-        torch.testing.assert_close(a, e, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(*both, rtol=1e-4, atol=1e-4)
 
 
 def check_empty(x: list[Tensor], own: dict[str, Tensor] | None = None, **rules) -> None:

@@ -113,20 +113,22 @@ WINDOW = {"alignment": "bottom_right", "window": (20, 5)}
 
 
 @pytest.mark.parametrize(
-    ("lengths", "rules", "dtype"),
+    ("lengths", "H", "rules", "dtype"),
     [
-        pytest.param(TWO_LAYOUTS, {}, DTYPES[0], id="two layouts"),
-        pytest.param(TWO_LAYOUTS, WINDOW, DTYPES[-1], id="two layouts, window"),
-        pytest.param(ONE, {"causal": True}, DTYPES[1], id="causal"),
-        pytest.param(ONE, {"causal": True, "softcap": 2.0}, DTYPES[0], id="causal, softcap"),
-        pytest.param(([0, 0], None), {}, DTYPES[1], id="no tokens"),
-        pytest.param(([], None), {"causal": True}, DTYPES[0], id="no sequences"),
+        pytest.param(TWO_LAYOUTS, 4, {}, DTYPES[0], id="two layouts"),
+        pytest.param(TWO_LAYOUTS, 2, WINDOW, DTYPES[-1], id="two layouts, window"),
+        pytest.param(ONE, 2, {"causal": True}, DTYPES[1], id="causal"),
+        pytest.param(ONE, 2, {"causal": True, "softcap": 2.0}, DTYPES[0], id="causal, softcap"),
+        pytest.param(([0, 0], None), 2, {}, DTYPES[1], id="no tokens"),
+        pytest.param(([], None), 2, {"causal": True}, DTYPES[0], id="no sequences"),
     ],
 )
-def test_packed(lengths, rules, dtype):
+def test_packed(lengths, H, rules, dtype):
+    """Two query heads of each key head."""
     layout = Layout.from_lengths(lengths[0], DEVICE)
     key_layout = layout if lengths[1] is None else Layout.from_lengths(lengths[1], DEVICE)
-    shapes = (layout.total, 4, 16), (key_layout.total, 2, 16), (key_layout.total, 2, 16), (4, 2 * 75 - 1), (4,)
+    keys = key_layout.total, H // 2, 16
+    shapes = (layout.total, H, 16), keys, keys, (H, 2 * 75 - 1), (H,)
     inputs = [torch.randn(shape, dtype=torch.float64) for shape in shapes]
     assert_as_accurate_as_reference(
         lambda q, k, v, bias, sinks: packed_attention(
@@ -190,8 +192,7 @@ def test_packed_dropout_is_the_padded_one():
     dense = fused(attention, *inputs[:3], query_lengths=ends, key_lengths=ends, **given)
     expected = fastformer.packing.pack(dense.transpose(1, 2), layout)
     torch.testing.assert_close(out, expected)
-    for a, e in zip(gradients(out, inputs), gradients(expected, inputs), strict=True):
-        torch.testing.assert_close(a, e, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(gradients(out, inputs), gradients(expected, inputs), rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize("parts", [1, 2])

@@ -132,17 +132,6 @@ def test_only_wanted_gradients(monkeypatch):
         assert [x[2].shape for x in calls] == [given[index].shape]
 
 
-def test_autocast_leaves_it_alone():
-    """As torch does with F.embedding and a sum."""
-    ids, positions = indices((2, 3), 3, 4)
-    weight, table = matrices_of(3, 4, 5, torch.float32)
-    expected = embedding(ids, weight, table, positions)
-    with torch.autocast(DEVICE, torch.bfloat16):
-        out = embedding(ids, weight, table, positions)
-    assert torch.equal(out, expected)
-    assert out.dtype == torch.float32
-
-
 def test_rows_share_no_dropout_mask():
     ids, _ = indices((40,), 1, 1)
     weight = torch.ones(1, 300, device=DEVICE)

@@ -292,23 +292,6 @@ def test_strided_and_broadcast_inputs(activation):
     assert_as_accurate_as_reference(op, given, torch.float32)
 
 
-@pytest.mark.parametrize("activation", ["gelu", "reglu"])
-@pytest.mark.parametrize("recompute", [False, True])
-def test_second_derivative(activation, recompute):
-    tensors = leaves(inputs_of((3, 4), 5, 2, activation, dtype=torch.float32))
-
-    def second():
-        out = feed_forward(*tensors, activation=activation, recompute=recompute)
-        first = torch.autograd.grad(out.square().sum(), tensors, create_graph=True)
-        return torch.autograd.grad(sum(g.square().sum() for g in first), tensors)
-
-    ours = second()
-    with fastformer.backend("reference"):
-        expected = second()
-    for a, b in zip(ours, expected, strict=True):
-        assert_close(a, b)
-
-
 @pytest.mark.parametrize("activation", ["relu", "gelu"])
 def test_autocast_is_that_of_linear(activation):
     tensors = leaves(inputs_of((6, 4), 7, 3, activation, dtype=torch.float32))
@@ -343,8 +326,7 @@ def test_compiled_keeps_as_little(recompute, kept):
         torch.manual_seed(1)
         out = run(*tensors)
         results.append([out, *gradients(out, tensors)])
-    for a, b in zip(*results, strict=True):
-        assert_close(a, b)
+    assert_close(*results)
     found = kept_bytes(lambda: compiled(*tensors), tensors[1:])
     assert 0 <= found - kept * tensors[0].numel() * 4 <= 8  # and the seed
     with torch.no_grad():

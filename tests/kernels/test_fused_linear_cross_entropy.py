@@ -10,6 +10,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import fastformer
 from fastformer.functional import linear_cross_entropy
+from fastformer.host import autograd_function
 from tests.functional.test_linear_cross_entropy import confident_rows
 from tests.support.closeness import assert_close, gradients
 from tests.support.fused_op import DEVICE, assert_as_accurate_as_reference, needs_kernels, poisoned
@@ -109,8 +110,7 @@ def test_ignored_rows(reduction, ignored, small_chunks, triton_backend):
     assert_close(loss, alone)
     found = gradients(loss, inputs)
     assert not found[0][~counts].any()
-    for a, b in zip(found, gradients(alone, inputs), strict=True):
-        assert_close(a, b)
+    assert_close(found, gradients(alone, inputs))
     wild = inputs[0].detach().masked_fill(~counts[:, None], math.nan)
     assert_close(linear_cross_entropy(wild, inputs[1], target, inputs[2], **settings).nan_to_num().sum(), loss.sum())
 
@@ -158,8 +158,6 @@ def test_only_the_gradients_that_are_wanted(wanted, reduction, triton_backend, k
     asked = []
     forward = kernels.forward
     monkeypatch.setattr(kernels, "forward", lambda *a: asked.append(list(a[6])) or forward(*a))
-    from fastformer.host import autograd_function
-
     autograd_function._launcher.cache_clear()
     loss = linear_cross_entropy(inputs[0], inputs[1], target, inputs[2], reduction=reduction)
     found = gradients(loss, [inputs[i] for i in wanted])
@@ -167,8 +165,7 @@ def test_only_the_gradients_that_are_wanted(wanted, reduction, triton_backend, k
     assert asked[-1] == [i in wanted for i in range(3)]
     with fastformer.backend("reference"):
         expected = linear_cross_entropy(inputs[0], inputs[1], target, inputs[2], reduction=reduction)
-    for a, b in zip(found, gradients(expected, [inputs[i] for i in wanted]), strict=True):
-        assert_close(a, b)
+    assert_close(found, gradients(expected, [inputs[i] for i in wanted]))
 
 
 def test_without_gradients_the_losses_come_alone(triton_backend, kernels, monkeypatch):
@@ -189,18 +186,17 @@ def test_a_second_backward_gives_the_same(reduction, triton_backend):
         assert torch.equal(a, b)
 
 
-@pytest.mark.parametrize("reduction", ["mean", "none"])
-def test_second_derivative(reduction):
+def test_second_derivative_of_the_losses_of_rows():
+    """That of their mean is in test_fused_contract.py."""
     target, both = targets(5, 7), []
     for backend in ("reference", "triton"):
         torch.manual_seed(1)
         inputs = leaves(5, 3, 7)
         with fastformer.backend(backend):
-            loss = linear_cross_entropy(inputs[0], inputs[1], target, inputs[2], reduction=reduction).square().sum()
+            loss = linear_cross_entropy(inputs[0], inputs[1], target, inputs[2], reduction="none").square().sum()
             first = torch.autograd.grad(loss, inputs, create_graph=True)
             both.append([*first, *gradients(first, inputs)])
-    for a, b in zip(*both, strict=True):
-        assert_close(a, b)
+    assert_close(*both)
 
 
 @pytest.mark.parametrize("layout", ["transposed", "broadcast", "batched", "sliced"])
@@ -222,8 +218,7 @@ def test_inputs_in_any_layout(layout, small_chunks, triton_backend):
             with fastformer.backend(backend), poisoned():
                 loss = linear_cross_entropy(x, weight, target, bias, reduction=reduction)
                 results.append([loss, *gradients(loss, inputs)])
-        for a, b in zip(*results, strict=True):
-            assert_close(a, b)
+        assert_close(*results)
 
 
 def test_autocast(triton_backend):
@@ -237,8 +232,7 @@ def test_autocast(triton_backend):
         assert loss.dtype == torch.float32
         # The reference rounds the logits once more, after adding the bias, to 8 bits.
         assert_close(loss, expected, roundings=2.0**16)
-        for a, b in zip(gradients(loss, inputs), gradients(expected, inputs), strict=True):
-            assert_close(a, b, roundings=2.0**17)
+        assert_close(gradients(loss, inputs), gradients(expected, inputs), roundings=2.0**17)
     # One dtype for all the products: fp16 within bf16 is cast too.
     with torch.autocast(DEVICE, torch.bfloat16):
         loss = linear_cross_entropy(x.half(), weight, target, bias)
@@ -259,8 +253,7 @@ def test_large_and_missing_logits(triton_backend):
         loss = linear_cross_entropy(x, weight, target, bias)
         expected = F.cross_entropy(F.linear(x, weight, bias), target)
         assert_close(loss, expected)
-        for a, b in zip(gradients(loss, [x, weight, bias]), gradients(expected, [x, weight, bias]), strict=True):
-            assert_close(a, b)
+        assert_close(gradients(loss, [x, weight, bias]), gradients(expected, [x, weight, bias]))
     everywhere = torch.full((40,), torch.finfo(torch.float32).min, device=DEVICE)
     assert_close(
         linear_cross_entropy(torch.zeros_like(x), weight, target, everywhere), torch.tensor(math.log(40), device=DEVICE)
@@ -336,23 +329,11 @@ def test_half_precision_accumulates_in_fp32(kernels, monkeypatch, triton_backend
     assert_close(dbias[1:] * V, torch.full((V - 1,), float(M), device=DEVICE))
 
 
-def test_chunks_hold_what_they_may(kernels):
-    for M in (1, 127, 128, 4096, 4097, 10**6):
-        for V, itemsize in ((1, 2), (1000, 4), (32768, 2), (50257, 2), (262144, 2), (262144, 4), (10**9, 4)):
-            rows = kernels.chunk_rows(M, V, itemsize)
-            assert 1 <= rows <= min(M, kernels.CHUNK_ROWS)
-            assert rows == 1 or rows * V * itemsize <= kernels.CHUNK_BYTES
-            chunks = -(-M // rows)
-            assert rows == M or M - (chunks - 1) * rows > 0
-    assert kernels.chunk_rows(10**6, 32768, 2) == 4096
-    assert kernels.chunk_rows(10**6, 262144, 2) == 512
-    assert kernels.chunk_rows(4097, 32768, 2) == 2176  # two alike, not 4096 and 1
-
-
+@pytest.mark.parametrize("limit", ["CHUNK_ROWS", "CHUNK_BYTES"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_the_logits_are_never_all_there(dtype, kernels, monkeypatch):
-    monkeypatch.setattr(kernels, "CHUNK_ROWS", 4)
+def test_the_logits_are_never_all_there(dtype, limit, kernels, monkeypatch):
     M, D, V = 20, 3, 64
+    monkeypatch.setattr(kernels, limit, 4 if limit == "CHUNK_ROWS" else 4 * V * dtype.itemsize)
     chunk = 4 * V * 4  # the CPU's products of half precision cast to fp32
     x, weight, bias = (y.detach() for y in leaves(M, D, V, dtype))
     target = targets(M, V)

@@ -169,8 +169,7 @@ def test_gradients_with_strides(norm):
     for i in range(4):
         of_results = [directions[i], directions[i - 1]][: 1 + norm.adds]
         found = torch.autograd.grad(norm(*leaves, N=6), leaves, of_results)
-        for a, b in zip(found, torch.autograd.grad(norm.formula(*leaves), leaves, of_results), strict=True):
-            assert_close(a, b)
+        assert_close(found, torch.autograd.grad(norm.formula(*leaves), leaves, of_results))
 
 
 @pytest.mark.parametrize(("shape", "p"), [((0, 4), 0.0), ((2, 0, 4), 0.5)])
@@ -342,8 +341,7 @@ def test_forward_and_backward_have_one_mask(monkeypatch, norm, M, N, p, results)
         assert_close(s, expected[1])
         assert_close(y, expected[0])
         used = {"both": slice(None), "norm": slice(0, 1), "sum": slice(1, 2)}[results]
-        for a, b in zip(gradients((y, s)[used], leaves), gradients(expected[used], leaves), strict=True):
-            assert_close(a, b)
+        assert_close(gradients((y, s)[used], leaves), gradients(expected[used], leaves))
 
 
 @of_adding
@@ -354,14 +352,6 @@ def test_dropout_of_everything(norm):
     dx, dresidual, *_ = gradients((y, s), leaves)
     assert not dx.any()
     assert dresidual.all()
-
-
-@of_adding
-def test_without_dropout_both_gradients_are_one_tensor(norm):
-    x, residual = norm.leaves(5, 24)[:2]
-    y, s = norm(x, residual, N=24)
-    dx, dresidual = torch.autograd.grad(y.square().sum() + s.sum(), (x, residual))
-    assert dx.data_ptr() == dresidual.data_ptr()
 
 
 @of_adding

@@ -156,10 +156,3 @@ def test_backward_notices_a_change_of_what_it_keeps(changed):
     given[changed].zero_()
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         out.sum().backward()
-
-
-def test_autocast_leaves_it_alone():
-    x, given, both = torch.randn(4, 2, 8, device=DEVICE), positions(4), tables(8)
-    expected = rotary(x, given, *both)
-    with torch.autocast(DEVICE, torch.bfloat16):
-        assert torch.equal(rotary(x, given, *both), expected)

@@ -36,20 +36,15 @@ def facts():
     return facts_of("plan_facts", str(CASES))
 
 
-@pytest.fixture
-def launchers(facts):
-    return facts["launchers"]
+@pytest.mark.slow
+def test_every_way_launches_the_same(facts):
+    assert sum(fact["calls"] for fact in facts["launchers"].values()) > 50
+    assert not [difference for fact in facts["launchers"].values() for difference in fact["differences"]]
 
 
 @pytest.mark.slow
-def test_every_way_launches_the_same(launchers):
-    assert sum(fact["calls"] for fact in launchers.values()) > 50
-    assert not [difference for fact in launchers.values() for difference in fact["differences"]]
-
-
-@pytest.mark.slow
-def test_most_calls_are_repeated_from_a_plan(launchers):
-    for name, fact in launchers.items():
+def test_most_calls_are_repeated_from_a_plan(facts):
+    for name, fact in facts["launchers"].items():
         if name in UNPLANNED:
             assert fact["repeated"] == 0
         else:
@@ -132,7 +127,7 @@ def compilations():
 @pytest.mark.slow
 def test_every_form_is_launched_at_every_length(compilations):
     assert len(compilations["launches"]) == 21
-    assert all(launches >= 2 * 38 for launches in compilations["launches"].values()), compilations["launches"]
+    assert all(launches >= 2 * 29 for launches in compilations["launches"].values()), compilations["launches"]
     assert len(compilations["kernels"]) == 26
 
 
@@ -158,10 +153,10 @@ def test_tiles_by_length_are_few(compilations):
 
 @pytest.mark.slow
 def test_offsets_are_of_64_bits():
-    """Tensors of more than 2^31 elements: no index is multiplied with a stride in 32 bits; 15 kernels show the rule."""
+    """Tensors of more than 2^31 elements: no index is multiplied with a stride in 32 bits; 13 kernels show the rule."""
     narrow_offsets = facts_of("kernel_facts")
     faults = {name: bool(broken) for name, broken in narrow_offsets.items() if ".bad_" in name or ".good_" in name}
-    assert len(faults) == 15
+    assert len(faults) == 13
     assert all(is_broken == (".bad_" in name) for name, is_broken in faults.items()), faults
     kernels = narrow_offsets.keys() - faults.keys()
     assert {name.split(".")[0] for name in kernels} >= {"linear_cross_entropy", "feed_forward"}

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from tests.compiled.ptx import arithmetic
-from tests.compiled.ptx.text import WIDTHS, Imm, Ins, Kernel, Not, PtxError, Reg, Sym, Vec
+from tests.compiled.ptx.text import WIDTHS, Imm, Ins, Kernel, PtxError, Reg, Sym, Vec
 
 
 def items(operand: Any) -> tuple[Any, ...]:
@@ -44,17 +44,11 @@ class Emitter:
     def bits(self, arg: Any, width: int) -> str:
         """The operand as unsigned bits of that width."""
         if isinstance(arg, Imm):
-            if arg.is_float and width in (32, 64) and arg.is_float != width:
-                of, to = np.dtype(f"f{arg.is_float // 8}"), np.dtype(f"f{width // 8}")
-                value = np.array([arg.bits], arithmetic.UINT[arg.is_float]).view(of).astype(to)
-                return self.constant(int(value.view(arithmetic.UINT[width])[0]), width)
             return self.constant(arg.bits, width)
         if isinstance(arg, Reg):
             if arg.width == width:
                 return f"R[{arg.index}]"
             return f"R[{arg.index}].astype(u{width})"
-        if isinstance(arg, Not):
-            return f"~{self.bits(arg.reg, width)}"
         if isinstance(arg, Sym):
             if arg.name.startswith("%"):
                 return f"M.special({arg.name!r}, {width})"

@@ -75,7 +75,6 @@ class GlobalMemory:
         lanes, address = m.active(mask, address)
         if len(lanes) == 0:
             return []
-        m.count("global", number, lanes, address, size)
         m.refuse((address & u64(size - 1)) != 0, "misaligned", number, lanes, address, f"{size} bytes")
         return [(lanes[which], a, index) for which, a, index in self.locate(number, lanes, address, size)]
 

@@ -5,13 +5,12 @@ A barrier lets the threads of a block go on when all that live have come to it. 
 line of PTX and of source, block, thread and address, and ends the run.
 """
 
-import time
-from dataclasses import astuple, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
-from tests.compiled.ptx.arithmetic import UINT, i64, u64
+from tests.compiled.ptx.arithmetic import UINT
 from tests.compiled.ptx.global_memory import Allocation, GlobalMemory
 from tests.compiled.ptx.program import Program
 from tests.compiled.ptx.shared_memory import BASE, Copies, SharedMemory
@@ -23,65 +22,13 @@ Grid = tuple[int, int, int]
 
 
 @dataclass
-class Traffic:
-    """Between warps and a memory: of one instruction, or of several."""
-
-    requests: int = 0  # of a warp
-    bytes: int = 0  # those that threads asked for; one that several threads of a request want counts once
-    taken: int = 0  # sectors of global memory, wavefronts of shared memory
-    needed: int = 0  # the least that each request's bytes take
-
-    def __add__(self, other: "Traffic") -> "Traffic":
-        return Traffic(*(a + b for a, b in zip(astuple(self), astuple(other), strict=True)))
-
-    @property
-    def ratio(self) -> float:
-        """Of taken to needed: 1 is the best."""
-        return self.taken / self.needed if self.needed else 1.0
-
-
-def sectors(lanes: Any, address: Any, size: int) -> Traffic:
-    """Count the sectors of 32 bytes that the warps ask global memory for; none of an aligned access crosses one."""
-    warps, warp = np.unique(lanes // 32, return_inverse=True)
-    keys = np.unique((warp.astype(u64) << u64(48)) | address.astype(u64))
-    bytes_ = np.bincount((keys >> u64(48)).astype(i64), minlength=len(warps)) * size
-    return Traffic(len(warps), int(bytes_.sum()), len(np.unique(keys >> u64(5))), int((-(-bytes_ // 32)).sum()))
-
-
-def wavefronts(lanes: Any, place: Any, size: int) -> Traffic:
-    """Count the wavefronts that accesses to shared memory take, and how many they would without bank conflicts.
-
-    One serves 32 threads of up to 4 bytes, 16 of 8 or 8 of 16, and takes as many as the most distinct words that one
-    of the 32 banks has to give.
-    """
-    words = max(size // 4, 1)
-    phase = (lanes // (32 // words)).astype(i64)
-    word = (place // 4)[:, None] + np.arange(words)
-    keys = np.unique((phase[:, None] << 40 | word).reshape(-1))
-    banks, counts = np.unique((keys >> 40) * 32 + (keys & 31), return_counts=True)
-    starts = np.flatnonzero(np.diff(banks // 32, prepend=-1))
-    taken = int(np.maximum.reduceat(counts, starts).sum()) if len(keys) else 0
-    return Traffic(len(np.unique(lanes // 32)), len(lanes) * size, taken, len(starts))
-
-
-@dataclass
 class Options:
-    """What a run checks and counts."""
+    """What a run checks."""
 
     races_shared: bool = False  # of warps of a block; and fences
     races_global: bool = False  # of blocks of a launch
-    memory_traffic: bool = False  # sectors and bank conflicts
     lanes: int = 4096  # of blocks that run together
     steps: int = 50_000_000  # basic blocks of a launch, against endless loops
-
-
-@dataclass
-class Report:
-    """What a launch did."""
-
-    name: str
-    seconds: float
-    traffic: dict[tuple[str, int, str], Traffic]  # by memory, line of PTX and of source; with `memory_traffic`
 
 
 class KernelFault(Exception):
@@ -95,7 +42,6 @@ class Machine:
         self, program: Program, params: list[Any], blocks: Any, grid: Grid, memory: GlobalMemory, options: Options
     ) -> None:
         self.program, self.params, self.grid, self.options = program, params, grid, options
-        self.traffic: dict[tuple[str, int], Traffic] = {}  # by memory and number of the instruction
         self.threads, self.blocks = program.kernel.threads, len(blocks)
         self.lanes = self.threads * self.blocks
         self.every = np.arange(self.lanes)
@@ -144,7 +90,10 @@ class Machine:
         return of_threads[name] if name in of_threads else np.array([of_all[name]])
 
     def variable(self, name: str, width: int) -> Any:
-        return np.array([BASE + self.program.kernel.shared.offsets.get(name, 0)], UINT[width])
+        offsets = {"global_smem": 0} | self.program.kernel.shared.offsets
+        if name not in offsets:
+            raise PtxError(f"no such operand here: {name}")
+        return np.array([BASE + offsets[name]], UINT[width])
 
     def refuse(self, bad: Any, kind: str, number: int, lanes: Any, address: Any, detail: str = "") -> None:
         """Raise KernelFault if `bad` marks an access.
@@ -164,12 +113,6 @@ class Machine:
             f"[{ins.source}]: {ins.text[:120]}; block {self.block_of[lane]} thread {self.thread[lane]} of {len(rows)}, "
             f"address {where:#x}"
         )
-
-    def count(self, space: str, number: int, lanes: Any, place: Any, size: int) -> None:
-        """Count what an access of some threads to global or shared memory takes."""
-        if self.options.memory_traffic and len(place):
-            found = (sectors if space == "global" else wavefronts)(lanes, place, size)
-            self.traffic[space, number] = self.traffic.get((space, number), Traffic()) + found
 
     # ---- the run
 
@@ -250,7 +193,7 @@ class Machine:
                     del self.waiting[to]
 
 
-def launch(program: Program, grid: Grid, values: list[int], allocations: list[Allocation], options: Options) -> Report:
+def launch(program: Program, grid: Grid, values: list[int], allocations: list[Allocation], options: Options) -> None:
     """Run all blocks. `values`: the bits of the parameters, in order.
 
     Blocks with wgmma run one by one, as its operands and groups belong to a block; others together up to
@@ -260,8 +203,6 @@ def launch(program: Program, grid: Grid, values: list[int], allocations: list[Al
         KernelFault: the kernel did what it must not.
         PtxError: it needs what is not there.
     """
-    start = time.perf_counter()
-    report = Report(program.kernel.name, 0.0, {})
     params = [np.array([v], UINT[WIDTHS[t]]) for (t, _), v in zip(program.kernel.params, values, strict=True)]
     total = grid[0] * grid[1] * grid[2]
     together = 1 if program.uses_wgmma else max(1, options.lanes // program.kernel.threads)
@@ -269,10 +210,4 @@ def launch(program: Program, grid: Grid, values: list[int], allocations: list[Al
     with np.errstate(all="ignore"):
         for first in range(0, total, together):
             blocks = range(first, min(first + together, total))
-            machine = Machine(program, params, blocks, grid, memory, options)
-            machine.run()
-            for (space, number), found in machine.traffic.items():
-                place = space, program.ins[number].line, program.ins[number].source
-                report.traffic[place] = report.traffic.get(place, Traffic()) + found
-    report.seconds = time.perf_counter() - start
-    return report
+            Machine(program, params, blocks, grid, memory, options).run()

@@ -36,7 +36,7 @@ class Arithmetic(Emitter):
         flushed = "flush({})" if "ftz" in i.op else "{}"
         text = flushed.format(form.format(*(flushed.format(x) for x in values)))
         if "relu" in i.op:
-            text = f"np.maximum({text}, {self.value(Imm(0, 0), kind)})"
+            text = f"np.maximum({text}, {self.value(Imm(0), kind)})"
         return self.write(d, self.back(text, kind))
 
     def product(self, i: Ins, a: Any, b: Any) -> tuple[str, int]:

@@ -57,11 +57,9 @@ class SharedMemory:
         return (np.clip(address, BASE, BASE + self.size - size) + self.block_base[lanes]) // size
 
     def active(self, number: int, mask: Any, address: Any, total: int) -> tuple[Any, Any]:
-        """Return the active threads, and the index of each; counted as an access of theirs."""
+        """Return the active threads, and the index of each."""
         lanes, address = self.machine.active(mask, address)
-        index = self.find(number, lanes, address, total)
-        self.machine.count("shared", number, lanes, index * (total // 8), total // 8)
-        return lanes, index
+        return lanes, self.find(number, lanes, address, total)
 
     def check_read(self, number: int, lanes: Any, index: Any, total: int) -> None:
         width = min(total, 64)

@@ -4,7 +4,6 @@ Read is what Triton and LLVM write, not all of the language: a statement that is
 """
 
 import re
-import struct
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -20,8 +19,7 @@ class Reg(NamedTuple):
 
 
 class Imm(NamedTuple):
-    bits: int  # of a float its bits
-    is_float: int  # 0, 32 or 64: the width that was written
+    bits: int
 
 
 class Vec(NamedTuple):
@@ -35,10 +33,6 @@ class Mem(NamedTuple):
 
 class Sym(NamedTuple):
     name: str  # a label, a variable or a special register
-
-
-class Not(NamedTuple):
-    reg: Reg  # a predicate
 
 
 @dataclass
@@ -203,17 +197,11 @@ class _Reader:
                 base, offset = match[1], match[2]
             return Mem(self.operand(base), int(offset, 0) if offset else 0)
         if match := re.fullmatch(r"0[fF]([0-9a-fA-F]{8})", text):
-            return Imm(int(match[1], 16), 32)
-        if match := re.fullmatch(r"0[dD]([0-9a-fA-F]{16})", text):
-            return Imm(int(match[1], 16), 64)
+            return Imm(int(match[1], 16))
         if _NUMBER.fullmatch(text):
-            return Imm(int(text.rstrip("U"), 0), 0)
-        if re.fullmatch(r"-?\d+\.\d+", text):
-            return Imm(struct.unpack("<I", struct.pack("<f", float(text)))[0], 32)
+            return Imm(int(text.rstrip("U"), 0))
         if "|" in text:
             return Vec(tuple(self.operand(x) for x in text.split("|")))
-        if text.startswith("!"):
-            return Not(self.operand(text[1:]))
         return self.find(text) or Sym(text)
 
 

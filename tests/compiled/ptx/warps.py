@@ -43,9 +43,8 @@ class Warps:
         clamp, segment = c & 31, (c >> 8) & 31
         low = _LANE & segment
         high = low | (clamp & ~segment)
-        sources = {"idx": low | (b & ~segment), "bfly": _LANE ^ b, "up": _LANE - b, "down": _LANE + b}
-        source = sources[mode]
-        valid = source >= high if mode == "up" else source <= high
+        source = {"idx": low | (b & ~segment), "bfly": _LANE ^ b}[mode]
+        valid = source <= high
         source = np.where(valid, source, _LANE)
         return np.take_along_axis(a, source, 1).reshape(-1), valid.reshape(-1)
 
@@ -63,7 +62,6 @@ class Warps:
         given = m.here(mask)[lanes]
         threads = lanes[given]
         index = m.shared.find(number, threads, m.of_threads(address)[threads], 128)
-        m.count("shared", number, threads, index * 16, 16)
         return given, threads, index
 
     def ldmatrix(self, number: int, mask: Any, address: Any, count: int, trans: bool) -> list[Any]:

@@ -6,11 +6,6 @@ import triton.language as tl
 
 
 @triton.jit
-def bad_stride(x_ptr, stride, M, BLOCK: tl.constexpr, WIDTH: tl.constexpr):
-    tl.store(x_ptr + tl.program_id(0) * stride + tl.arange(0, BLOCK), 0.0)
-
-
-@triton.jit
 def bad_late_cast(x_ptr, stride, M, BLOCK: tl.constexpr, WIDTH: tl.constexpr):
     tl.store(x_ptr + (tl.program_id(0) * stride).to(tl.int64) + tl.arange(0, BLOCK), 0.0)
 
@@ -67,12 +62,6 @@ def bad_branch(x_ptr, stride, M, BLOCK: tl.constexpr, WIDTH: tl.constexpr):
     if M > 7:
         offset = offset * stride
     tl.store(x_ptr + offset + tl.arange(0, BLOCK), 0.0)
-
-
-@triton.jit
-def good_stride(x_ptr, stride, M, BLOCK: tl.constexpr, WIDTH: tl.constexpr):
-    row = tl.program_id(0).to(tl.int64)
-    tl.store(_row(x_ptr, row, stride) + tl.arange(0, BLOCK), 0.0)
 
 
 @triton.jit

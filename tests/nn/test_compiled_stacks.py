@@ -60,6 +60,7 @@ def test_two_hundred_batches_are_filled_to_few_bucket_sizes():
     assert len(sizes) <= 16  # of 110 to 250 tokens
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("buckets", [False, True])
 def test_a_stack_compiles_one_graph_for_all_sizes_or_one_a_bucket(buckets, monkeypatch):
     """Without buckets the second graph is of all sizes; torch makes it when the first size changes."""

@@ -121,6 +121,7 @@ def test_a_layer_that_is_computed_again_notices_a_change_of_its_mask(way):
         out.sum().backward()
 
 
+@pytest.mark.slow
 def test_calls_keep_no_tensors():
     """However many they are, and whatever their sizes: what is remembered goes with what it was made of."""
     layer = fastformer.TransformerEncoderLayer(K, H, K, 0.1, batch_first=True)

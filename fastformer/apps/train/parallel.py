@@ -3,6 +3,10 @@
 Sharded parameters, gradients and optimizer states are DTensors; all other tensors are plain, and in every process.
 With FSDP2 each layer of a stack is gathered by itself, while the layer before it computes. All other parameters
 (embeddings, output, last norms) are gathered at once before the first layer.
+
+In 16 bits, fastformer's layers are gathered in 16 bits: half the communication, and the same matrices as autocast would
+compute. Gains and biases of their norms, which autocast reads in fp32, are rounded, too, because FSDP2 has one dtype a
+unit. All else is gathered in fp32. Gradients are reduced in fp32, and the optimizer updates fp32 parameters.
 """
 
 from collections import Counter
@@ -10,13 +14,17 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
 from fastformer.apps.train.processes import Processes
+from fastformer.nn.layers import TransformerDecoderLayer, TransformerEncoderLayer
 
 
-def wrap(step: nn.Module, how: str, processes: Processes, compiled: bool = False) -> nn.Module:
+def wrap(
+    step: nn.Module, how: str, processes: Processes, dtype: torch.dtype | None = None, compiled: bool = False
+) -> nn.Module:
     """Return the module that computes the loss of a share, such that its gradients become the mean over all processes.
 
     Parameters start from those of process 0.
@@ -26,6 +34,7 @@ def wrap(step: nn.Module, how: str, processes: Processes, compiled: bool = False
         how: "ddp", each process holds everything (DistributedDataParallel); "fsdp", each holds its shard of
             parameters, gradients and optimizer state, and gathers a layer where it is needed (FSDP2).
         processes: that train the model; one process alone gets `step` itself.
+        dtype: of autocast; None: autocast is off.
         compiled: whether the model is compiled. It is then gathered at once, because a graph would end at each layer
             (11 graphs for 2 layers, each layer compiled separately).
     """
@@ -39,13 +48,18 @@ def wrap(step: nn.Module, how: str, processes: Processes, compiled: bool = False
         wrapped.broadcast_buffers = False
         return wrapped
     from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.fsdp import fully_shard
+    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
     for tensor in (*step.parameters(), *step.buffers()):
         dist.broadcast(tensor.detach(), src=0)
     mesh = init_device_mesh(next(step.parameters()).device.type, (processes.world,))
-    for unit in [*([] if compiled else reversed(_layers(step))), step]:  # nested layers first
-        fully_shard(unit, mesh=mesh)
+    for layer in [] if compiled else reversed(_layers(step)):  # nested layers first
+        known = isinstance(layer, TransformerEncoderLayer | TransformerDecoderLayer)
+        low = known and dtype is not None and all(p.dtype == torch.float32 for p in layer.parameters())
+        # Inputs are not cast: residual sums stay in fp32, as under autocast.
+        in_16_bits = MixedPrecisionPolicy(dtype, torch.float32, cast_forward_inputs=False)
+        fully_shard(layer, mesh=mesh, mp_policy=in_16_bits if low else MixedPrecisionPolicy())
+    fully_shard(step, mesh=mesh)
     return step
 
 

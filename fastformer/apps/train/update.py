@@ -65,8 +65,8 @@ class Update:
     ) -> None:
         self.device = next(model.parameters()).device
         self._runs_known_code = _runs_known_code(model, loss)  # before `wrap` changes classes
-        compiled = config.compile is not None
-        self.module = wrap(_Step(model, loss, config.compile), config.parallel, processes, compiled)
+        dtype, compiled = _PRECISIONS.get(config.precision), config.compile is not None
+        self.module = wrap(_Step(model, loss, config.compile), config.parallel, processes, dtype, compiled)
         self.optimizer = build_optimizer(model, config)
         self.parameters: list[Tensor] = [p for group in self.optimizer.param_groups for p in group["params"]]
         self._config, self._processes = config, processes

@@ -16,8 +16,10 @@ import fastformer
 from fastformer.apps.language.model import LanguageModel, language_model_loss
 from fastformer.apps.text import LanguageBatches
 from fastformer.apps.text.batch import share_of
-from fastformer.apps.train import ProcessError, Trainer
-from tests.support import language_task
+from fastformer.apps.train import ProcessError, Processes, Trainer
+from fastformer.apps.train.update import Update
+from fastformer.apps.translation.model import TranslationModel, translation_loss
+from tests.support import language_task, translation_task
 from tests.support.train_task import Rows, Source, network, summed_loss, trainer
 from tests.support.train_task import config as train_config
 
@@ -179,6 +181,28 @@ def language(rank: int, folder: Path, parallel: str = "fsdp") -> Any:
     return {"obstacle": model.decoder.obstacle()}
 
 
+def translation_model() -> TranslationModel:
+    torch.manual_seed(1)
+    return TranslationModel(translation_task.config(norm_first=False, embeddings="shared"))
+
+
+def translation_batches() -> list[Any]:
+    """Two batches; of the second, of one sentence, one process has none."""
+    return [translation_task.random_batch(sizes, 0) for sizes in ([(2, 3), (5, 2), (3, 4)], [(5, 2)])]
+
+
+def in_bf16(rank: int, folder: Path) -> Any:
+    """Compute the gradients of a step in bf16, for the test to compare."""
+    model = translation_model()
+    update = Update(model, translation_loss, train_config(precision="bf16", parallel="fsdp"), Processes.current())
+    total, norm, _ = update.gradients(translation_batches())
+    dtypes = {str(x.dtype) for p in model.parameters() for x in (p, p.grad)}
+    grads = {name: p.grad.full_tensor() for name, p in model.named_parameters()}
+    if rank == 0:
+        torch.save({"loss": total, "norm": norm, "grads": grads, "dtypes": dtypes}, folder / "bf16.pt")
+    return None
+
+
 @torch.no_grad()
 def decoded(model: LanguageModel) -> float:
     """What a decoder says, token by token."""
@@ -243,7 +267,7 @@ def padding_alone(rank: int, folder: Path) -> Any:
 
 SCENARIOS: dict[str, tuple[Callable[[int, Path], Any], ...]] = {
     "ddp": (whole, resumed, dropout, plateau, failing, padding_alone),
-    "fsdp": (sharded, language, caches),
+    "fsdp": (sharded, language, in_bf16, caches),
 }
 
 

@@ -1,6 +1,7 @@
 """Two processes train what one process trains: same losses, same weights, one set of files; with gloo on the CPU."""
 
 import json
+import math
 import os
 import signal
 import socket
@@ -16,6 +17,7 @@ import torch.distributed
 
 from fastformer.apps.train import CheckpointFolder, ProcessError, Processes, join_processes, read_metrics
 from fastformer.apps.train.processes import local_device
+from fastformer.apps.translation.model import translation_loss
 from fastformer.apps.translation.run import load_translator
 from tests.apps.train.distributed_task import (
     WORLD,
@@ -24,10 +26,13 @@ from tests.apps.train.distributed_task import (
     resume,
     transformer_loss,
     transformer_steps,
+    translation_batches,
+    translation_model,
     work,
 )
 from tests.support.closeness import assert_close
 from tests.support.command_line import fastformer
+from tests.support.noise import DEVIATIONS, noise
 from tests.support.processes import start_processes
 from tests.support.python import variables
 
@@ -237,6 +242,28 @@ def test_a_killed_worker_ends_torchrun_and_one_process_resumes(tmp_path):
     assert checkpoints.open().step == last + 3
     (found,) = load_translator(tmp_path / "run", device="cpu").translate(["one"])
     assert isinstance(found, str)
+
+
+@pytest.mark.slow
+def test_gradients_of_sharded_layers_in_bf16_are_as_exact_as_bf16(fsdp):
+    """Within the noise of a formula all of whose numbers are rounded to bf16."""
+    folder, _ = fsdp
+    batches = translation_batches()
+
+    def in_fp64() -> list[torch.Tensor]:
+        model = translation_model().double()
+        total = sum(translation_loss(model, each) for each in batches)
+        tokens = sum(each.tokens for each in batches)
+        return [total.detach(), *torch.autograd.grad(total / tokens, list(model.parameters()))]
+
+    exact = in_fp64()
+    step = torch.load(folder / "bf16.pt")
+    assert step["dtypes"] == {"torch.float32"}
+    values = [step["loss"], *step["grads"].values()]
+    for value, expected, allowed in zip(values, exact, noise(in_fp64, exact, torch.bfloat16), strict=True):
+        assert float((value.double() - expected).abs().max()) <= DEVIATIONS * allowed
+    norm = math.sqrt(sum(float(x.double().square().sum()) for x in step["grads"].values()))
+    assert float(step["norm"]) == pytest.approx(norm, rel=1e-5)
 
 
 @pytest.mark.slow

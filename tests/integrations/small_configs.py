@@ -1,5 +1,6 @@
 """Hugging Face models and batches for them, as small as the rules of their configurations allow."""
 
+import functools
 from typing import Any
 
 import torch
@@ -60,14 +61,13 @@ SECTIONED = ("glm4v", "glm_image", "glm_ocr", "paddleocr_vl", "qwen2_vl", "qwen2
 def small(cls: Any, vocabulary: int) -> Any:
     """A small configuration of a class, and of the parts that it has."""
     default = cls()
-    settings: dict[str, Any] = {name: value for name, value in SIZES.items() if _has(default, name)}
-    settings |= {
-        name: vocabulary for name in ("vocab_size", "decoder_vocab_size", "src_vocab_size") if _has(default, name)
-    }
+    values = default.to_dict()
+    plain = {name for name, value in values.items() if not isinstance(value, list | dict)}
+    settings: dict[str, Any] = {name: value for name, value in SIZES.items() if name in plain}
+    settings |= dict.fromkeys(plain & {"vocab_size", "decoder_vocab_size", "src_vocab_size"}, vocabulary)
     if "qk_rope_head_dim" in settings:
         settings["num_key_value_heads"] = settings["num_attention_heads"]  # latent attention shares none
         settings |= {"qk_rope_head_dim": 4, "head_dim": 4} if "head_dim" in settings else {"qk_rope_head_dim": 4}
-    values = default.to_dict()
     if "num_hidden_layers" in settings:
         settings |= _layers(values)
     if cls.model_type == "lfm2":  # has attention alone by default, and convolutions in all models that exist
@@ -104,17 +104,13 @@ def _layers(values: dict[str, Any]) -> dict[str, Any]:
     return {"num_hidden_layers": len(chosen), **shared, **sized}
 
 
-def _has(config: Any, name: str) -> bool:
-    return name in config.to_dict() and not isinstance(config.to_dict()[name], list | dict)
-
-
 class NotSmall(Exception):
     """A type cannot be built small by these rules, or is no text model."""
 
 
-def build(name: str, attention: str, dtype: torch.dtype, auto: Any = transformers.AutoModel, **changes: Any) -> Any:
-    """Return a small model of a type, with weights of about unit gain, the same for every attention."""
-    torch.manual_seed(1)
+@functools.cache
+def _check(name: str, auto: Any) -> None:
+    """Raise NotSmall for a type that takes no text or is too large."""
     config = small(configuration_auto.CONFIG_MAPPING[name], VOCABULARY)
     if getattr(transformers.MODEL_MAPPING[type(config)], "main_input_name", "input_ids") != "input_ids":
         raise NotSmall("takes no text")
@@ -123,16 +119,21 @@ def build(name: str, attention: str, dtype: torch.dtype, auto: Any = transformer
     count = sum(x.numel() for x in model.parameters())
     if count > MOST_PARAMETERS:
         raise NotSmall(f"has {count} parameters")
+
+
+def build(name: str, attention: str, dtype: torch.dtype, auto: Any = transformers.AutoModel, **changes: Any) -> Any:
+    """Return a small model of a type, with weights of about unit gain, the same for every attention."""
+    _check(name, auto)
     config = small(configuration_auto.CONFIG_MAPPING[name], VOCABULARY)
     for key, value in changes.items():
         setattr(config, key, value)
     torch.manual_seed(1)
     model = auto.from_config(config, attn_implementation=attention, experts_implementation="eager").to(dtype)
     generator = torch.Generator().manual_seed(2)
-    for x in model.parameters():
-        scale = x.shape[-1] ** -0.5 if x.dim() > 1 else 0.1
-        noise = torch.randn(x.shape, generator=generator, dtype=torch.float64) * scale
-        with torch.no_grad():
+    with torch.no_grad():
+        for x in model.parameters():
+            scale = x.shape[-1] ** -0.5 if x.dim() > 1 else 0.1
+            noise = torch.randn(x.shape, generator=generator, dtype=torch.float64) * scale
             x.copy_(noise if x.dim() > 1 else x + noise)
     return model.eval()
 

@@ -11,7 +11,8 @@ from transformers import DataCollatorWithFlattening, StaticCache
 
 from fastformer.integrations.transformers import padding_free
 from tests.integrations import survey
-from tests.integrations.tiny_transformers import LENGTH, ROUNDINGS, VOCABULARY, assert_same, fast, outcome, tiny
+from tests.integrations.small_configs import LENGTH, VOCABULARY, build
+from tests.integrations.tiny_transformers import ROUNDINGS, assert_same, fast, outcome, tiny
 from tests.support.closeness import assert_close
 
 LENGTHS = (4, 1, 3, 2)
@@ -59,7 +60,7 @@ def test_several_rows_of_sequences(name, packed_calls):
 @pytest.mark.parametrize("name", ["llama", "llama4_text", "falcon_h1", "lfm2", "t5gemma"])
 def test_flattened_batches_that_cannot_be_separated_raise(name):
     """Attention weights, chunks, layers that mix tokens outside attention, a decoder."""
-    model = tiny(name) if name == "llama" else survey.build(name, "fastformer", torch.float32)
+    model = tiny(name) if name == "llama" else build(name, "fastformer", torch.float32)
     asked = {"output_attentions": True} if name == "llama" else {}
     pairs = {"decoder_input_ids": torch.ones(1, 3, dtype=torch.long)} if name == "t5gemma" else {}
     with pytest.raises(ValueError, match="one sequence a row with an attention_mask"):
@@ -90,7 +91,7 @@ def test_position_ids_beside_a_padding_mask_are_positions():
 
 def test_the_sequences_of_mpnet(packed_calls):
     """It refuses the name, with which the survey begins."""
-    eager, model = (survey.build("mpnet", "eager", torch.float64) for _ in range(2))
+    eager, model = (build("mpnet", "eager", torch.float64) for _ in range(2))
     padding_free(model)
     survey._keeps_apart(model, eager, {})
     assert set(packed_calls) == {9}
@@ -98,7 +99,8 @@ def test_the_sequences_of_mpnet(packed_calls):
 
 @pytest.mark.parametrize("name", ["llama", "mpnet"])
 def test_compiled_flattened_sequences_do_not_attend_to_one_another(name):
-    inputs, model = collated(), fast(name) if name == "mpnet" else tiny(name)
+    changes = {"num_hidden_layers": 1}
+    inputs, model = collated(), fast(name, **changes) if name == "mpnet" else tiny(name, **changes)
     expected = model(**inputs).logits
     torch._dynamo.reset()
     compiled = torch.compile(model, backend="eager", fullgraph=True)

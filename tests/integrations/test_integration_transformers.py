@@ -12,17 +12,15 @@ from transformers import DynamicCache, StaticCache
 from transformers.masking_utils import create_masks_for_generate
 
 from fastformer.integrations import transformers as integration
-from tests.integrations import survey
+from tests.integrations.small_configs import LENGTH, VOCABULARY, build
 from tests.integrations.test_packed import reasons
 from tests.integrations.tiny_transformers import (
     BY_NAME,
     CAUSAL,
     GENERATING,
-    LENGTH,
     MODELS,
     PAIRS,
     ROUNDINGS,
-    VOCABULARY,
     WAYS,
     batch,
     fast,
@@ -55,9 +53,9 @@ def test_generation(name, how, way, packed_calls):
         model.generation_config.eos_token_id = None  # all seven tokens
         torch.manual_seed(5)
         results.append(model.generate(**inputs, **settings))
-    assert results[0].shape[1] == (8 if MODELS[name][0] is PAIRS else LENGTH + 7)
+    assert results[0].shape[1] == (8 if MODELS[name] is PAIRS else LENGTH + 7)
     assert torch.equal(*results)
-    packed = way == "layers" and (how != "static cache" or MODELS[name][0] is PAIRS)
+    packed = way == "layers" and (how != "static cache" or MODELS[name] is PAIRS)
     assert len(packed_calls) == (2 if packed else 0)  # the layers of the prompt; steps have nothing to leave out
 
 
@@ -118,10 +116,12 @@ def test_switching_a_model():
     ("way", "name"), [("attention", "bert"), ("attention", "mistral"), ("attention", "t5"), ("layers", "llama")]
 )
 def test_compiles_in_one_graph(name, way, packed_calls):
-    """Of padded batches."""
+    """Of padded batches, with one layer."""
     inputs = pairs(name, "right")
     real = inputs["labels"] != -100
-    model = fast(name, way)
+    model = fast(
+        name, way, **({"num_layers": 1, "num_decoder_layers": 1} if name == "t5" else {"num_hidden_layers": 1})
+    )
     with torch.no_grad():
         expected = model(**inputs).logits
         packed_calls.clear()
@@ -156,8 +156,8 @@ def test_compiled_decoding_traces_once():
 @pytest.mark.parametrize("name", ["bloom", "deberta-v2", "mpnet"])
 def test_a_model_that_computes_its_attention_itself(name):
     with pytest.raises(ValueError, match=r"does not reach the attention of .*Model, .* use \"eager\""):
-        survey.build(name, "fastformer", torch.float32)
-    model = survey.build(name, "eager", torch.float32)
+        build(name, "fastformer", torch.float32)
+    model = build(name, "eager", torch.float32)
     model.set_attn_implementation("fastformer")  # transformers warns
     assert model.config._attn_implementation == "eager"
     if name == "mpnet":

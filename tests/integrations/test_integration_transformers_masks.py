@@ -12,7 +12,8 @@ from torch import Tensor, nn
 from transformers import LlamaConfig, masking_utils
 
 from fastformer.integrations.transformers.attention import MaskRules, attention_forward, mask_rules
-from tests.integrations.tiny_transformers import DTYPES, GROUPED, LENGTH, ROUNDINGS, VOCABULARY, tiny
+from tests.integrations.small_configs import LENGTH, VOCABULARY
+from tests.integrations.tiny_transformers import ROUNDINGS, dtype_of, tiny
 from tests.support.closeness import assert_close
 
 B, H, K = 3, 2, 8
@@ -110,7 +111,7 @@ def test_a_padding_mask_may_change_before_backward():
 
 
 def test_rules_made_in_advance_pass_a_second_time_and_move_between_devices():
-    config = LlamaConfig(**GROUPED, attn_implementation="fastformer")
+    config = LlamaConfig(attn_implementation="fastformer")
     rules = mask_rules(B, 4, 4)
     embeds = torch.zeros(B, 4, 16)
     assert masking_utils.create_causal_mask(config, embeds, rules, None) is rules
@@ -140,7 +141,7 @@ def test_masks_of_the_user(name, shape):
     ids = torch.randint(3, VOCABULARY, (3, LENGTH))
     mask = torch.rand(shape) > 0.4
     mask[..., 0] = True
-    additive = torch.zeros(shape, dtype=DTYPES[name]).masked_fill(~mask, -1e30)
+    additive = torch.zeros(shape, dtype=dtype_of(name)).masked_fill(~mask, -1e30)
     outputs = []
     for attention, given in (("eager", additive), ("fastformer", additive), ("fastformer", mask)):
         model = tiny(name, attention)

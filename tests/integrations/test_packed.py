@@ -8,18 +8,16 @@ import torch
 
 pytest.importorskip("transformers")
 
-import transformers
 from torch import Tensor, nn
 from transformers import BertConfig, BertModel, DynamicCache, EncoderDecoderCache
 
 from fastformer.integrations.transformers import padding_free
 from fastformer.nn.inspection import TOKEN_WISE
+from tests.integrations.small_configs import LENGTH, VOCABULARY, build, small
 from tests.integrations.tiny_transformers import (
     GENERATING,
-    LENGTH,
     MODELS,
     PAIRS,
-    PLAIN,
     ROUNDINGS,
     assert_as_eager,
     assert_same,
@@ -55,12 +53,12 @@ def test_logits_loss_and_gradients(name, side, packed_calls):
     expected = outcome(tiny(name, "eager"), inputs)
     model = tiny(name, "eager")
     report = padding_free(model)
-    assert len(report.packed) == (2 if MODELS[name][0] is PAIRS else 1)
+    assert len(report.packed) == (2 if MODELS[name] is PAIRS else 1)
     assert not report.padded
     assert_same(outcome(model, inputs), expected)
     calls = WITH_GAPS.get(name, attentions(name)) if side == "gaps" else attentions(name)
     assert len(packed_calls) == (0 if side is None else calls)
-    if side is not None and MODELS[name][0] is not PAIRS:
+    if side is not None and MODELS[name] is not PAIRS:
         assert set(packed_calls) <= {int(inputs["attention_mask"].sum())}
 
 
@@ -82,7 +80,7 @@ def test_embeddings_in_place_of_ids(packed_calls):
 
 
 def test_states_of_padding_are_zero_and_a_pooler_reads_padded_states(packed_calls):
-    model = BertModel(BertConfig(**PLAIN)).eval()
+    model = build("bert", "eager", torch.float64)
     padding_free(model)
     inputs = batch("bert", "left")
     out = model(inputs["input_ids"], inputs["attention_mask"])
@@ -104,7 +102,7 @@ def test_a_source_is_padded_and_a_target_is_not(packed_calls):
 def test_a_decoder_that_is_given_states(name, states_padded, packed_calls):
     """Cross attention by configuration, as in EncoderDecoderModel: the states' gradient too."""
     inputs = batch(name, "left")
-    given = torch.randn(3, 5, 16, dtype=torch.float64, requires_grad=True)
+    given = torch.randn(3, 5, 32, dtype=torch.float64, requires_grad=True)
     mask = torch.tensor([[1, 1, 1, 0, 0], [1, 1, 1, 1, 1], [1, 0, 0, 0, 0]]) if states_padded else None
     results = []
     for whole in both_ways(name, is_decoder=True, add_cross_attention=True):
@@ -123,7 +121,7 @@ def test_a_decoder_that_is_given_states(name, states_padded, packed_calls):
 @pytest.mark.parametrize("given", [False, True])
 @pytest.mark.parametrize("name", GENERATING)
 def test_a_cache_holds_what_eager_gives_it(name, given, packed_calls):
-    inputs, of_pairs = pairs(name, "left"), MODELS[name][0] is PAIRS
+    inputs, of_pairs = pairs(name, "left"), MODELS[name] is PAIRS
     labels = inputs.pop("labels")
     if of_pairs:
         inputs["decoder_input_ids"] = labels.clamp(min=0)
@@ -178,8 +176,7 @@ def test_a_memory_kept_from_another_target_runs_padded(name, packed_calls):
 @pytest.mark.parametrize("setting", ["output_attentions", "output_router_logits", "chunk_size_feed_forward"])
 def test_settings_that_keep_batches_padded(setting, packed_calls):
     """Router logits go into a loss that balances experts by the padding mask."""
-    config = {**PLAIN, "num_key_value_heads": 2, "num_local_experts": 4, setting: 3 if "chunk" in setting else True}
-    model = transformers.MixtralForCausalLM(transformers.MixtralConfig(**config, experts_implementation="eager"))
+    model = tiny("mixtral", "eager", **{setting: 3 if "chunk" in setting else True})
     padding_free(model)
     model(**batch("llama", "right"))
     assert not packed_calls
@@ -236,7 +233,7 @@ def test_hooks_of_the_model_itself_see_batches(packed_calls):
         lambda module, args, kwargs: shapes.append(kwargs["attention_mask"].shape), with_kwargs=True
     )
     model(**batch("bert", "left"))
-    assert shapes == [(3, LENGTH), (3, LENGTH, 16)]
+    assert shapes == [(3, LENGTH), (3, LENGTH, 32)]
     assert len(packed_calls) == 2
 
 
@@ -260,15 +257,13 @@ def test_a_subclass_of_a_user_runs_padded(packed_calls):
         pass
 
     Mine.__module__ = "__main__"
-    model = Mine(BertConfig(**PLAIN))
-    assert reasons(model) == "Mine is not among the classes that were tested"
-    named = Mine._from_config(BertConfig(**PLAIN), attn_implementation="fastformer")
+    config = small(BertConfig, VOCABULARY)
+    assert reasons(Mine(config)) == "Mine is not among the classes that were tested"
+    named = Mine._from_config(config, attn_implementation="fastformer")
     assert named.config._attn_implementation == "fastformer"
 
 
 def test_classes_that_mix_tokens_by_configuration():
     """The record has the class, because few tokens do not exceed the capacity of its experts."""
-    sizes = {"vocab_size": 60, "d_model": 16, "num_layers": 2, "num_decoder_layers": 2, "d_ff": 32, "num_heads": 4}
-    experts = {"d_kv": 4, "num_experts": 2, "num_sparse_encoder_layers": 1, "num_sparse_decoder_layers": 1}
-    model = transformers.SwitchTransformersModel(transformers.SwitchTransformersConfig(**sizes, **experts))
+    model = build("switch_transformers", "eager", torch.float32, encoder_sparse_step=1, decoder_sparse_step=1)
     assert "experts drop what exceeds their capacity" in reasons(model)

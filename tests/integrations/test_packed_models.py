@@ -1,18 +1,24 @@
-"""Models under `padding_free` that are copied, undone, saved, checkpointed, compiled, adapted, offloaded or trained."""
+"""Models under `padding_free` that are copied, saved, checkpointed, adapted, trained, sharded or run in kernels."""
 
 import copy
 import pickle
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+import torch.distributed
 
 pytest.importorskip("transformers")
 
 import transformers
-from torch import nn
+from torch import Tensor, nn
 
+import fastformer
+from fastformer import functional
 from fastformer.integrations.transformers import padded, padding_free
 from tests.integrations import survey
+from tests.integrations.small_configs import build
 from tests.integrations.tiny_transformers import (
     ROUNDINGS,
     assert_as_eager,
@@ -27,43 +33,34 @@ from tests.integrations.tiny_transformers import (
     without_dropout,
 )
 from tests.support.closeness import assert_close
+from tests.support.fused_op import DEVICE, compare, needs_kernels
+from tests.support.noise import noise
+from tests.support.processes import leave, run_two, two_of_gloo
 
 
 @pytest.mark.parametrize("way", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))])
-@pytest.mark.parametrize(("name", "before"), [("t5", "sdpa"), ("mpnet", "eager")])
-def test_copies_run_packed_and_can_be_undone(name, before, way, packed_calls):
-    inputs, model = pairs(name, "right"), tiny(name, before)
-    padding_free(model)
-    expected = outcome(model, inputs)
-    copied = way(model)
-    packed_calls.clear()
-    copied.zero_grad()
-    assert_same(outcome(copied, inputs), expected)
-    assert len(packed_calls) == attentions(name)
-    padded(copied)
-    packed_calls.clear()
-    copied(**inputs)
-    assert not packed_calls
-    model(**inputs)  # the original is as it was
-    assert len(packed_calls) == attentions(name)
-
-
 @pytest.mark.parametrize(("name", "before"), [("marian", "sdpa"), ("t5", "sdpa"), ("mpnet", "eager")])
-def test_padded_undoes_padding_free(name, before, packed_calls):
-    model, untouched = tiny(name, before), tiny(name, before)
+def test_copies_run_packed_and_padded_undoes_padding_free(name, before, way, packed_calls):
+    inputs, model, untouched = pairs(name, "right"), tiny(name, before), tiny(name, before)
     padding_free(model)
     report = padding_free(model)  # twice is once
     assert model.get_encoder().config._attn_implementation == "fastformer"
     assert list(model.state_dict()) == list(untouched.state_dict())
-    assert [entry.name for entry in padded(model).packed] == [entry.name for entry in report.packed]
-    assert model.get_encoder().config._attn_implementation == before
-    for module, other in zip(model.modules(), untouched.modules(), strict=True):
+    expected, copied = outcome(model, inputs), way(model)
+    copied.zero_grad()
+    assert_same(outcome(copied, inputs), expected)
+    assert len(packed_calls) == 2 * attentions(name)
+    assert [entry.name for entry in padded(copied).packed] == [entry.name for entry in report.packed]
+    assert copied.get_encoder().config._attn_implementation == before
+    for module, other in zip(copied.modules(), untouched.modules(), strict=True):
         assert module.__dict__.keys() == other.__dict__.keys()
         assert not module._forward_pre_hooks
         assert not module._forward_hooks
-    model(**pairs(name, "right"))
-    assert not packed_calls
-    assert not padded(model).packed
+    copied(**inputs)
+    assert len(packed_calls) == 2 * attentions(name)
+    assert not padded(copied).packed
+    model(**inputs)  # the original runs packed as before
+    assert len(packed_calls) == 3 * attentions(name)
 
 
 def test_a_call_that_fails_leaves_nothing_behind(monkeypatch, packed_calls):
@@ -73,7 +70,7 @@ def test_a_call_that_fails_leaves_nothing_behind(monkeypatch, packed_calls):
         patch.setattr("fastformer.functional.packed_attention", lambda *args, **settings: 1 / 0)
         with pytest.raises(ZeroDivisionError):
             model(**batch("bert", "right"))
-    x, mask = torch.randn(3, 9, 16, dtype=torch.float64), torch.zeros(3, 1, 1, 9, dtype=torch.float64)
+    x, mask = torch.randn(3, 9, 32, dtype=torch.float64), torch.zeros(3, 1, 1, 9, dtype=torch.float64)
     assert_close(model.bert.encoder.layer[0](x, mask), eager.bert.encoder.layer[0](x, mask), ROUNDINGS)
 
 
@@ -91,7 +88,7 @@ def test_the_report():
 @pytest.mark.parametrize("name", ["gpt_oss", "gemma3n_text", "llama4_text", "qwen2_vl_text"])
 def test_checkpointed_activations_of_layers_that_differ(name):
     """Attention sinks, shared keys and values, chunks, positions in three dimensions."""
-    eager, model = (without_dropout(survey.build(name, "eager", torch.float32)) for _ in range(2))
+    eager, model = (without_dropout(build(name, "eager", torch.float32)) for _ in range(2))
     padding_free(model)
     checkpoint(model)
     assert survey.difference(survey.results(model, "left"), survey.results(eager, "left")) is None
@@ -102,7 +99,7 @@ def test_generation_of_models_with_special_layers(name):
     auto = transformers.AutoModelForImageTextToText if name == "qwen2_vl" else transformers.AutoModelForCausalLM
     settings, results = {"max_new_tokens": 5, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}, []
     for pack in (False, True):
-        model = survey.build(name, "eager", torch.float32, auto)
+        model = build(name, "eager", torch.float32, auto)
         if pack:
             assert padding_free(model).packed
         inputs = survey.batch(model, "left")
@@ -193,3 +190,115 @@ def test_autocast(packed_calls):
     # Two layers and the loss in bf16, whose inputs are rounded alike: a few roundings of the result.
     assert abs((results[0] - results[1]).item()) < 8 * torch.finfo(torch.bfloat16).eps * results[0].item()
     assert len(packed_calls) == 2
+
+
+HEADS = {"num_attention_heads": 2, "num_key_value_heads": 1}
+SMALLER: dict[str, dict[str, Any]] = {
+    "mistral": {**HEADS, "hidden_size": 16},
+    "t5": {"num_heads": 2, "d_model": 8, "num_layers": 1, "num_decoder_layers": 1},
+    "gpt_oss": {**HEADS, "hidden_size": 16, "num_local_experts": 2, "num_experts_per_tok": 1, "head_dim": 4},
+}
+# How often each attention runs packed, in which kind of call.
+CALLS = {"mistral": {"window": 2}, "t5": {"distance_bias": 2, "plain": 1}, "gpt_oss": {"sinks": 1, "sinks window": 1}}
+
+
+def count_kinds(monkeypatch: pytest.MonkeyPatch) -> dict[str, int]:
+    """Count the packed calls by their options."""
+    counts: dict[str, int] = {}
+    op = functional.packed_attention
+
+    def counting(*args: Any, **settings: Any) -> Tensor:
+        options = [name for name in ("distance_bias", "sinks", "window") if settings[name] is not None]
+        kind = " ".join(options) or "plain"
+        counts[kind] = counts.get(kind, 0) + 1
+        return op(*args, **settings)
+
+    monkeypatch.setattr(functional, "packed_attention", counting)
+    return counts
+
+
+@needs_kernels
+@pytest.mark.parametrize("name", CALLS)
+def test_outputs_and_gradients_of_kernels(name, monkeypatch):
+    """Held to eager in fp64 by its own error in fp32 and the noise of its formula; no call may fall back."""
+    inputs = {key: x.to(DEVICE) for key, x in pairs("t5" if name == "t5" else "llama", "left").items()}
+    eager, wide, model = (tiny(name, "eager", **SMALLER[name]).float().to(DEVICE) for _ in range(3))
+    wide.double().set_attn_implementation("sdpa" if name == "mistral" else "eager")  # whose softmax is in fp32
+
+    def results(net: Any) -> list[Tensor]:
+        net.zero_grad(set_to_none=True)
+        return outcome(net, inputs)
+
+    exact, plain = results(wide), results(eager)
+    noises = noise(lambda: results(wide), exact, torch.float32)
+    padding_free(model)
+    counts = count_kinds(monkeypatch)
+    with fastformer.backend("triton"):
+        compare(results(model), plain, exact, noises)
+    assert counts == CALLS[name]
+
+
+SIDES = (("right", "left"), ("left", None))  # of each step, for each process; without padding nothing is packed
+
+
+def loss(model: Any, name: str, side: str | None, row: int) -> Tensor:
+    """Return the loss of a batch whose rows begin with another one in each process."""
+    value: Tensor = model(**{key: x.roll(row, 0) for key, x in pairs(name, side).items()}).loss
+    return value
+
+
+def gradients_of_one_process(name: str) -> list[dict[str, Tensor]]:
+    """Return eager's gradients in each step: the mean over both processes."""
+    model, gradients = without_dropout(tiny(name, "eager")), []
+    for sides in SIDES:
+        model.zero_grad()
+        sum(loss(model, name, side, rank) for rank, side in enumerate(sides)).div(2).backward()
+        gradients.append({key: x.grad.clone() for key, x in model.named_parameters() if x.grad is not None})
+    return gradients
+
+
+def sharded(model: nn.Module) -> nn.Module:
+    from torch.distributed.fsdp import fully_shard
+
+    mesh = torch.distributed.init_device_mesh("cpu", (2,))
+    for layers in [x for x in model.modules() if isinstance(x, nn.ModuleList) and "Layer" in type(x[0]).__name__]:
+        for layer in layers:
+            fully_shard(layer, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    return model
+
+
+def work(rank: int, folder: str) -> None:
+    two_of_gloo(rank, folder)
+    for name in ("llama", "t5"):
+        expected = gradients_of_one_process(name)
+        for way in ("ddp", "sharded first", "sharded and checkpointed"):
+            model = without_dropout(tiny(name, "eager"))
+            if way != "sharded first":
+                assert padding_free(model).packed
+            outside: Any = sharded(model) if way != "ddp" else nn.parallel.DistributedDataParallel(model)
+            if way == "sharded first":
+                assert padding_free(model).packed
+            if way == "sharded and checkpointed":
+                checkpoint(model)
+            assert all(hasattr(x, "full_tensor") == (way != "ddp") for x in model.parameters())
+            for sides, expected_gradients in zip(SIDES, expected, strict=True):
+                outside.zero_grad()
+                with survey.counted() as calls:
+                    loss(outside, name, sides[rank], rank).backward()
+                again = 2 if way == "sharded and checkpointed" else 1
+                assert calls["packed_attention"] == (0 if sides[rank] is None else again * attentions(name))
+                gradients = {key: x.grad for key, x in model.named_parameters() if x.grad is not None}
+                assert gradients.keys() == expected_gradients.keys()
+                for key, x in expected_gradients.items():
+                    gradient = gradients[key]
+                    assert_close(gradient if way == "ddp" else gradient.full_tensor(), x, ROUNDINGS)
+            assert padded(model).packed
+    leave(rank, folder)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not torch.distributed.is_available(), reason="torch without torch.distributed")
+def test_gradients_of_two_processes_are_those_of_one(tmp_path: Path) -> None:
+    """Each has other padding; the model is sharded or copied."""
+    run_two(work, tmp_path)

@@ -1,13 +1,14 @@
 """A file imports only from layers of imports below its own, and the package itself is light to import."""
 
 import ast
+import importlib
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
+import fastformer
+from fastformer import functional
 from tests.support.python import ROOT, python
 
 PACKAGE = ROOT / "fastformer"
@@ -118,16 +119,13 @@ def test_the_package_of_an_op_imports_no_other(folder):
             assert path.name != "fused.py" or "reference" not in imported, f"{path.name}:{line} imports {imported}"
 
 
-@pytest.mark.parametrize("first", ["attention.rules", "dropout"])
-def test_an_op_hides_the_package_of_its_name(first):
-    """Whatever is imported first or later: the function is what people mean by the name."""
-    inside = [f"{folder.name}.{path.stem}" for folder in OPS for path in folder.glob("[a-z]*.py")]
+def test_an_op_hides_the_package_of_its_name():
+    """The function stays under the name after every module of its package is imported."""
+    for folder in OPS:
+        for path in folder.glob("[a-z]*.py"):
+            importlib.import_module(f"fastformer.functional.{folder.name}.{path.stem}")
     names = [folder.name for folder in OPS if folder.name != "norms"]
-    lines = [f"import fastformer.functional.{name}" for name in (first, *inside)]
-    lines += ["from fastformer.functional.attention import packed_reference"]
-    lines += [f"assert callable(fastformer.functional.{name}), '{name}'" for name in (*names, "layer_norm", "dropout")]
-    run = python("-c", "\n".join(lines))
-    assert run.returncode == 0, run.stderr
+    assert all(callable(getattr(functional, name)) for name in (*names, "layer_norm", "dropout"))
 
 
 @pytest.mark.parametrize("folder", ["fastformer", "kernels", "benchmarks", "tests"])
@@ -154,50 +152,37 @@ def test_the_kernels_import_nothing_of_the_package():
         assert not imports(path, "fastformer_kernels", False), path
 
 
-def loaded_by(statement: str) -> set[str]:
-    code = f"import sys; {statement}; print(' '.join({{name.split('.')[0] for name in sys.modules}}))"
-    run = python("-c", code)
-    assert run.returncode == 0, run.stderr
-    return set(run.stdout.split())
-
-
 EXTRAS = {
     "filelock", "pydantic", "sacrebleu", "sentencepiece", "safetensors", "rich", "matplotlib", "tomli_w", "typer",
     "tensorboard", "transformers", "triton", "ctranslate2",
 }  # fmt: skip
 
 
-def test_import_fastformer_is_light():
-    assert not loaded_by("import fastformer") & (EXTRAS | {"torch", "numpy", "fastformer_kernels"})
+def test_imports_load_no_more_than_they_need(tmp_path):
+    """In one process, one statement after the other; a folder that comes later on the path has a package `kernels`.
 
-
-def test_the_modules_need_no_extra():
-    assert (
-        not loaded_by("import fastformer; fastformer.Transformer, fastformer.functional, fastformer.packing") & EXTRAS
+    Hugging Face's `kernels`, which transformers imports, must win over the folder of that name in the repository.
+    """
+    (tmp_path / "kernels").mkdir()
+    (tmp_path / "kernels" / "__init__.py").touch()
+    statements = (
+        "import fastformer",
+        "fastformer.Transformer, fastformer.functional, fastformer.packing",
+        "fastformer.apps.models.Embedding, fastformer.apps.train.Trainer",
+        "sys.path.append(sys.argv[1]); import kernels; print(kernels.__file__)",
     )
+    names = "print(*{name.split('.')[0] for name in sys.modules})"
+    run = python("-c", "\n".join(["import sys", *(f"{each}\n{names}" for each in statements)]), tmp_path)
+    assert run.returncode == 0, run.stderr
+    package, modules, _, origin, _ = run.stdout.splitlines()
+    assert not set(package.split()) & (EXTRAS | {"torch", "numpy", "fastformer_kernels"})
+    assert not set(modules.split()) & EXTRAS
+    assert origin == str(tmp_path / "kernels" / "__init__.py")
 
 
 def test_every_public_name_is_there():
-    import fastformer
-
     for name in fastformer.__all__:
         assert getattr(fastformer, name) is not None
-    with pytest.raises(AttributeError, match="'fastformer' has no attribute 'nonsense'"):
-        fastformer.nonsense  # noqa: B018
-
-
-def test_packages_of_applications_are_imported_by_name():
-    assert "torch" in loaded_by("import fastformer; fastformer.apps.models.Embedding; fastformer.apps.train.Trainer")
-    import fastformer
-
-    with pytest.raises(AttributeError, match="has no attribute 'nonsense'"):
-        fastformer.apps.nonsense  # noqa: B018
-
-
-def test_the_folder_of_the_kernels_shadows_no_package_of_that_name(tmp_path):
-    """Hugging Face's `kernels`, which transformers imports, must win over ours where Python runs in the repository."""
-    (tmp_path / "kernels").mkdir()
-    (tmp_path / "kernels" / "__init__.py").touch()
-    program = "import sys; sys.path.append(sys.argv[1]); import kernels; print(kernels.__file__)"
-    run = subprocess.run([sys.executable, "-c", program, tmp_path], cwd=ROOT, capture_output=True, text=True)
-    assert run.stdout.strip() == str(tmp_path / "kernels" / "__init__.py"), run.stderr
+    for package in (fastformer, fastformer.apps):
+        with pytest.raises(AttributeError, match=f"'{package.__name__}' has no attribute 'nonsense'"):
+            package.nonsense  # noqa: B018

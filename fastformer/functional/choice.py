@@ -195,7 +195,7 @@ def is_torchs(x: Tensor, weight: Tensor | None, bias: Tensor | None = None) -> b
 
 
 def check_backend(x: Tensor) -> None:
-    """Raise what an op would raise where a backend was requested that cannot run it, before work begins.
+    """Raise the error of an op that the requested backend cannot run, before work begins.
 
     x: `[..., K]`, like an input of attention: its device, dtype and head size K decide.
     """

@@ -1,8 +1,8 @@
 """Dropout by itself, in plain PyTorch: it needs no kernel, because the other ops include their dropout.
 
-It draws from torch's generators; on a CPU 16 random bits an element, as torch's Bernoulli sampling costs as much as the
-matrix product beside it (docs/kernels/shared.md). The keep probability is quantised to 1/65536, and the quantised value
-is used in the scale.
+It draws from torch's generators. On a CPU it draws 16 random bits an element, because torch's Bernoulli sampling takes
+as long as the matrix product beside it (docs/kernels/shared.md). The keep probability is a multiple of 1/65536, and the
+scale is the inverse of that multiple.
 """
 
 import torch

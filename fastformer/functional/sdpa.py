@@ -17,7 +17,7 @@ from fastformer.functional.choice import unsupported
 from fastformer.modes import function_modes, has_values, watched
 
 _SDPA = F.scaled_dot_product_attention
-Span = tuple[int, int, int, int]  # of a row: the first visible query, the end of those, the same of keys
+Span = tuple[int, int, int, int]  # of a row: first visible query, end of the visible queries; the same for keys
 
 # On a CPU, a call for each row is slower than one with a mask up to this many scores of a row. Ratios of process CPU
 # time, lengths of 10 to 90 % of S: S = 128 forward 1.20, with backward 0.91; S = 256 1.43 and 1.45; S = 512 1.67, 1.79.
@@ -149,7 +149,7 @@ def _read(mask: Tensor, B: int, T: int, S: int) -> _Visible | None:
 
 @torch.no_grad()
 def _find(mask: Tensor, B: int, T: int) -> _Visible | None:
-    """Return what a mask `[1 or B, 1 or T, S]` shows, or None if it is none of padding and causality."""
+    """Return what a mask `[1 or B, 1 or T, S]` shows, or None if it hides anything but padding and later keys."""
     shown = mask
     if mask.dtype != torch.bool:
         shown = mask == 0

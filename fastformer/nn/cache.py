@@ -186,8 +186,9 @@ class KVCache:
     def reorder(self, rows: Tensor) -> None:
         """Let row i continue from the tokens that row `rows[i]` has read, int64 `[R]`.
 
-        With one hypothesis a sentence, the memories of rows move too; with more, rows must be of the same sentence,
-        which share its memory (else ValueError). The cache is unchanged if an allocation fails.
+        With one hypothesis a sentence, the memories of rows move too. With more, the rows of a sentence share its
+        memory, so `rows[i]` must be of the same sentence as i (else ValueError). The cache is unchanged if an
+        allocation fails.
         """
         sources = _indices("rows", rows, self.rows)
         if sources.numel() != self.rows:

@@ -15,7 +15,7 @@ from torch import Tensor
 from fastformer.packing import Layout
 from fastformer.packing.sizes import filler_lengths, power_of_two
 
-_GRAPHS = 256  # of one function, as torch's limit for all of its graphs; torch's own limit is 8, for two stacks of 4
+_GRAPHS = 256  # recompile_limit, as accumulated_recompile_limit; torch's default of 8 is for two stacks of 4 graphs
 
 
 class CompiledStack:
@@ -40,7 +40,7 @@ class CompiledStack:
         return _call(self._padded, *arguments)
 
     def takes(self, layout: Layout, causal: bool, mask: Tensor | None, *memory: Any) -> bool:
-        """Return whether `run_packed` takes a packed batch; a mask `[L, L]` is of the size of one batch."""
+        """Return whether `run_packed` takes a packed batch: with buckets, none with a mask `[L, L]`."""
         return not self.buckets or (mask is None and all(x is None for x in memory[2:]))
 
     def run_packed(self, tokens: Tensor, layout: Layout, causal: bool, mask: Tensor | None, *memory: Any) -> Tensor:

@@ -71,8 +71,8 @@ def convert(model: nn.Module, *, padding_free: bool = True, sdpa: bool = False) 
         model: any module; it is changed too if it is of such a class.
         padding_free: whether stacks run batches with key padding masks without their padding. Outputs of padding are
             then 0, in training too; the report lists these stacks (`zeroed`). False keeps torch.nn's values there.
-        sdpa: whether hand-written modules that call `F.scaled_dot_product_attention` call `fastformer.sdpa` instead:
-            those whose class names it in a method.
+        sdpa: whether hand-written modules call `fastformer.sdpa` in place of `F.scaled_dot_product_attention`. These
+            are the modules whose class names the latter in a method.
     """
     report = Conversion()
     for name, module in model.named_modules():

@@ -158,7 +158,7 @@ class Stack(nn.Module):
         return layer(*arguments, **options)
 
     def _packed(self, tokens: Tensor, layout: Layout, causal: bool, mask: Tensor | None, *memory: Any) -> Tensor:
-        """Run the stack on packed sequences, called on a padded batch if it, a layer or attention must be called.
+        """Run the stack on packed sequences; on their padded batch if the stack, a layer or attention must be called.
 
         memory: of a decoder: the tokens, their layout and the mask.
         """

@@ -78,7 +78,7 @@ def _norm_of(
 
 
 def _autocast_dtype(x: Tensor | DeferredResidual) -> torch.dtype | None:
-    """Return the dtype in which autocast has matrix products read x; None without autocast."""
+    """Return the dtype in which matrix products read x under autocast; None without autocast."""
     x = x.residual if isinstance(x, DeferredResidual) else x
     return product_dtype(x) if autocasts(x) else None
 
@@ -171,7 +171,7 @@ class _Layer(nn.Module):
         unmodified = plain_parts(self, PARTS)
         readers = "self_attn", *(["multihead_attn"] if len(attentions) > 1 else []), "linear1"
         for number, reader in enumerate(readers, start=1):
-            # A norm that only an unmodified product reads is written in the dtype in which autocast has it read.
+            # If only an unmodified linear layer reads a norm's result, the norm writes it in autocast's dtype.
             dtype = _autocast_dtype(x) if reader in unmodified else None
             norm, dropout = f"norm{number}", f"dropout{number}"
             h, x = _norm_of(x, modules[norm], norm in unmodified, dtype)

@@ -62,7 +62,7 @@ class MultiheadAttention(Projections):
         arguments = query, key, value, key_padding_mask, need_weights, attn_mask, average_attn_weights
         if query.is_nested or key.is_nested:  # torch's encoder hands them to layers of other classes, in inference
             if self.differs:
-                raise ValueError("query and key must not be nested where attention has options that torch's has not")
+                raise ValueError("query and key must not be nested where attention has options that torch's lacks")
             return super().forward(*arguments)
         # torch's own checks, so that a mistake raises what it raises there.
         batched: bool = _mha_shape_check(query, key, value, key_padding_mask, attn_mask, self.num_heads)
@@ -162,7 +162,7 @@ class MultiheadAttention(Projections):
         return self.project_out(out.flatten(-2))
 
     def check_layouts(self, layout: Layout, key_layout: Layout) -> None:
-        """Raise ValueError, as `packed`, if the module counts positions and a layout does not keep their distances."""
+        """Raise ValueError, as `packed`, if the module counts positions and packing changes distances of tokens."""
         if not self.counts_positions:
             return
         limit = "where attention counts positions"
@@ -244,7 +244,7 @@ class MultiheadAttention(Projections):
         """Attend from q `[B, T, H, K]` to cached keys and values `[B, Hkv, S, K]`: `[B, T, D]`.
 
         Args:
-            causal: the last query sees all keys, each query before it one less. Must be True with `by_distance`.
+            causal: the last query sees all keys, each query before it one key less. Must be True with `by_distance`.
             key_lengths, query_lengths, mask: as of the op.
         """
         rules = self.rules(k.shape[2], q.device)

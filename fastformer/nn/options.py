@@ -21,16 +21,17 @@ class AttentionOptions(TypedDict, total=False):
     Attributes:
         kv_heads: heads of keys and values, a divisor of H (grouped queries: Ainslie et al. 2023); H if None.
         head_size: K; D / H if None.
-        qkv_bias: whether the projections to queries, keys and values have a bias, if the output projection differs (as
-            in Qwen 2); None: as `bias`.
+        qkv_bias: whether the projections to queries, keys and values have a bias; None: as `bias`, which is that of
+            the output projection (Qwen 2: qkv_bias True, bias False).
         qk_norm: RMS norms over the numbers of each head of queries and of keys, with weights and eps 1e-6 (Henry et al.
             2020; as in Qwen 3).
         softcap: as of `functional.attention`.
         rotary: rotates queries and keys by their positions; in layers, only of self-attention.
         window: as of `functional.attention`; in layers, only of self-attention. It does not imply causality, which the
             mask sets.
-        position_bias: `ALiBi`, `RelativeBias` or any module that returns the `distance_bias` of `functional.attention`,
-            `[H, 2 P - 1]`, for P; in layers, only of self-attention. Each layer of a stack has a separate copy.
+        position_bias: `ALiBi`, `RelativeBias` or any module that takes a number of positions P and returns the
+            `distance_bias` of `functional.attention`, `[H, 2 P - 1]`; in layers, only of self-attention. Each layer of
+            a stack has a separate copy.
         sinks: whether each head has a trained logit that takes weight and adds no value (as in gpt-oss), initially 0;
             in layers, only of self-attention.
     """

@@ -176,7 +176,7 @@ def is_causal_mask(mask: Tensor | None, stated: bool, length: int) -> bool:
 
 
 def torchs_form(masks: Masks, x: Tensor, batch_first: bool | None, canonical: bool) -> Masks:
-    """Return the masks as torch's stacks pass them to layers: the hint as stated, else read from the mask's values.
+    """Return the masks as torch's stacks pass them to layers: `is_causal` as stated, or read from the mask's values.
 
     canonical: whether bool masks become additive ones of x's dtype, as in torch's encoder.
     """

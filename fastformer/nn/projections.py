@@ -204,7 +204,7 @@ class Projections(nn.MultiheadAttention):
         return k, v, extra
 
     def _fits(self, query: Tensor, key: Tensor, value: Tensor, padding: Any, mask: Any, rows: int, time: int) -> bool:
-        """Return whether the shapes of a padded batch, and its masks, fit together; rows, time: of the dimensions."""
+        """Return whether shapes and masks of a padded batch fit together; rows, time: dimensions of B and T."""
         B, T, S = query.shape[rows], query.shape[time], key.shape[time]
         if mask is not None and not _is_mask(mask, (T, S), (B * self.num_heads, T, S)):
             return False

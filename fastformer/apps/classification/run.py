@@ -177,7 +177,8 @@ class ClassificationRun(Run):
 def load_classifier(folder: Path | str, checkpoint: str = "best", device: torch.device | str = "cpu") -> Classifier:
     """Load a run's model, tokenizer and labels as a classifier.
 
-    checkpoint: "best" (by validation), "last" or "average". Raises the errors of
+    checkpoint: "best" (by validation), "last", "average", or a name such as "step-200"; several names, separated by
+    commas, are averaged. Raises the errors of
     `fastformer.apps.runs.application.Application.load_weights`.
     """
     model, (tokenizer,), data = APPLICATION.load(folder, checkpoint, device)

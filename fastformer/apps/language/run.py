@@ -302,7 +302,8 @@ def load_generator(folder: Path | str, checkpoint: str = "best", device: torch.d
 
     With stream=columns, texts begin after eos, because the model has never read bos.
 
-    checkpoint: "best" (by validation), "last" or "average". Raises the errors of
+    checkpoint: "best" (by validation), "last", "average", or a name such as "step-200"; several names, separated by
+    commas, are averaged. Raises the errors of
     `fastformer.apps.runs.application.Application.load_weights`.
     """
     model, (tokenizer,), data = APPLICATION.load(folder, checkpoint, device)

@@ -76,7 +76,7 @@ def choose_ids(
 
 
 def _nucleus(p: Tensor, mass: float) -> tuple[Tensor, Tensor]:
-    """Return the largest probabilities of `[B, V]` in order, `[B, n]`, and how few of them reach `mass`, `[B, 1]`."""
+    """Return the largest of p `[B, V]` in order, `[B, n]`, and the least number of them that adds up to `mass`."""
     V = p.shape[-1]
     n = min(V, _FIRST_RANKED)
     while True:

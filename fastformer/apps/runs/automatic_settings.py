@@ -7,10 +7,10 @@ of minutes depends on the machine: steps and epochs give the same choice everywh
 
 vocabulary   64 times the root of the number of words that occur ten times, at most as many as words that occur twice
 size         the last row of `SIZES` that T and E are enough for
-batch        0.8 times the root of T, which is 0.64 tokens for each step: batches and steps grow alike
+batch        0.8 times the root of T tokens, so 0.64 times as many tokens as there are steps: both grow alike
 lr           4e-3 at width 128, and in inverse proportion to the width above; warm-up is a tenth of the steps
-validation   five times if the corpus is read more than five times or there are more than 10,000 steps; else, or if a
-             number of epochs or a plateau schedule is given, after each epoch
+validation   five times in the run if the corpus is read more than five times or there are more than 10,000 steps; else,
+             or if a number of epochs or a plateau schedule is given, after each epoch
 dropout      0 where the budget reads the corpus at most twice, 0.1 at most twenty times, 0.3 beyond
 
 docs/translation.md and docs/language-models.md describe the runs that these constants come from. Rows above width 128

@@ -71,20 +71,20 @@ class ModelWorker:
         """Return the result for a text.
 
         Raises:
-            QueueFullError: as many requests wait as may.
+            QueueFullError: `queue_size` requests wait already.
         """
         with self._place():
             request = _Request(text, options, Future())
             with self._lock:
                 self._waiting.append(request)
-            self._thread.submit(self._compute_batch)  # one call a request, which may find it computed
+            self._thread.submit(self._compute_batch)  # a call for each request: an earlier one may have computed it
             return await asyncio.wrap_future(request.result)
 
     async def stream(self, pieces: Iterator[str]) -> AsyncIterator[str]:
         """Yield the pieces of an iterator; between two pieces the thread computes other requests.
 
         Raises:
-            QueueFullError: as many requests wait as may.
+            QueueFullError: `queue_size` requests wait already.
         """
         with self._place():
             while (piece := await self.call(next, pieces, None)) is not None:

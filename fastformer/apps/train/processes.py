@@ -127,7 +127,7 @@ class Processes:
         return values or []
 
     def share(self, batch: Any) -> tuple[Any, bool]:
-        """Return the share of this process of a batch, and whether it counts.
+        """Return this process's share of a batch, and whether it counts.
 
         A process without a sentence gets the share of another process, which does not count, because all processes must
         gather parameters and exchange gradients equally often. Raises TypeError if the batch cannot be shared.

@@ -176,10 +176,10 @@ class _Sentence:
     def advance(
         self, candidates: list[tuple[float, int, int]], length: int, N: int, eos_id: int, options: SearchOptions
     ) -> list[tuple[int, int, float]]:
-        """Take up the candidates (log probability, prefix, token) of `length` tokens, the most probable first.
+        """Continue with the candidates (log probability, prefix, token) of `length` tokens, the most probable first.
 
-        Return (prefix continued, token, log probability) of N rows; of a sentence that is done, or where there are
-        fewer, rows without a chance.
+        Return (continued prefix, token, log probability) for N rows. Rows without a candidate, such as those of a
+        sentence that is done, have log probability -inf.
         """
         idle = (0, eos_id, -math.inf)
         if self.done:

@@ -164,7 +164,7 @@ _BEFORE, _AFTER = (None,) * (_MASK - 3), (None,) * 4
 
 
 def _ordered(*gradients: Tensor | None) -> tuple[Tensor | None, ...]:
-    """Return gradients of q, k, v, mask, distance_bias and sinks in the Function's order of inputs, else None."""
+    """Return the gradients of q, k, v, mask, distance_bias and sinks at the places of these inputs, else None."""
     return *gradients[:3], *_BEFORE, *gradients[3:], *_AFTER
 
 

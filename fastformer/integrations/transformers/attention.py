@@ -292,7 +292,7 @@ def embed_positions(module: Any, inner: Any, names: tuple[str, ...], /, *args: A
     rows = batch.sequences
     if "position_ids" in names:  # BART counts columns
         return inner(*args, **{**kwargs, "position_ids": rows.origin % rows.columns})
-    embedded = inner(*map(batch.arguments.get, ("input_ids", "inputs_embeds")))  # M2M-100 counts ids but the padding's
+    embedded = inner(*map(batch.arguments.get, ("input_ids", "inputs_embeds")))  # M2M-100 counts ids, not padding
     return to_tokens(embedded, rows)
 
 

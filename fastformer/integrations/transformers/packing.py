@@ -16,7 +16,7 @@ class PaddingFree:
     """The report of `padding_free` or `padded`; prints a line per model. An encoder and its decoder are two models."""
 
     packed: list[Entry] = field(default_factory=list)  # models that run on real tokens now, or did before `padded`
-    padded: list[Entry] = field(default_factory=list)  # models that work on padding, with the reason
+    padded: list[Entry] = field(default_factory=list)  # models that compute padding, with the reason
 
     def __str__(self) -> str:
         head = f"{len(self.packed)} models packed, {len(self.padded)} padded"

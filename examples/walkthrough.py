@@ -90,7 +90,7 @@ same(batch.source[~source_padding], packed.source)
 # %% [markdown]
 # ## 3. Embeddings with positions
 #
-# Each id picks a row of a table, times sqrt(D), so that words are as loud as positions. Attention knows no order, so a
+# Each id picks a row of a table, times sqrt(D), so that words are as large as positions. Attention knows no order, so a
 # wave of another frequency in each pair of dimensions is added:
 # PE(pos, 2i) = sin(pos / 10000^(2i/D)) and PE(pos, 2i+1) = cos of the same angle.
 
@@ -179,7 +179,7 @@ same(memory[~source_padding], theirs)
 # %% [markdown]
 # ## 6. The decoder layer
 #
-# Its self-attention may look back only. Its cross attention asks the memory, whose padding it may not see.
+# Its self-attention sees earlier positions only. Its cross attention sees the memory without its padding.
 
 # %%
 layer = model.decoder.layers[0]

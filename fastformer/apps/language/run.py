@@ -82,7 +82,7 @@ class LanguageDataConfig(TextConfig):
 
     @property
     def parts(self) -> str:
-        """Whether document boundaries matter, in words: a docstring is one line, and columns have no documents."""
+        """Whether `document` has an effect, in words: each docstring is one line, and columns have no documents."""
         separate = self.corpus == TO_SPLIT or (self.stream == "documents" and self.corpus != DOCSTRINGS)
         return "documents to tell apart" if separate else "none"
 

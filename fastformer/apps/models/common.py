@@ -22,8 +22,8 @@ from fastformer.packing import Layout, pack
 def tie(model: Any, _keys: object = None) -> None:
     """Tie the weights of the modules that `model.tied()` pairs.
 
-    The first module of a pair gets the second's weight, unless one of them is no parameter of its module, as in
-    adapters, parametrised and pruned modules. This is also a hook of `load_state_dict`, which passes incompatible keys,
+    The first module of a pair gets the second's weight, unless the weight of one of them is not a parameter, as with
+    adapters, parametrisations and pruning. This is also a hook of `load_state_dict`, which passes incompatible keys,
     and whose `assign=True` unties weights.
     """
     for module, source in model.tied():

@@ -49,7 +49,7 @@ class ModelSettings(Settings, kw_only=True):
     final_norm: bool = setting(True, "a norm after the last layer")
     norm_eps: float = setting(1e-5, "epsilon of the norms", above=0)
     bias: bool = setting(True, "biases in linear layers and norms")
-    qkv_bias: bool | None = setting(None, "biases of queries, keys and values; unset: bias")
+    qkv_bias: bool | None = setting(None, "biases of queries, keys and values; unset: as bias")
     kv_heads: int | None = setting(
         None,
         "heads of keys and values, for grouped queries; must divide heads; unset: as many",
@@ -82,7 +82,7 @@ class ModelSettings(Settings, kw_only=True):
         128, "distances from this one on share a bucket", at_least=1, at_most=LARGEST, only=_RELATIVE
     )
     scale_embeddings: bool = setting(True, "multiply embeddings by sqrt(d_model)")
-    initialisation: str = setting("xavier_uniform", "of the weight matrices", choices=get_args(Initialisation))
+    initialisation: str = setting("xavier_uniform", "values of new weight matrices", choices=get_args(Initialisation))
     initialisation_range: float | None = setting(
         None,
         "uniform: from -range to range, unset: 0.1; normal: deviation, unset: 0.02",

@@ -5,7 +5,8 @@ T. A budget of epochs pays for `epochs` times E, and one of steps for `steps` ba
 tenths of them (one tenth is for validations) at the measured speed of a few steps. The smallest T counts. Only a budget
 of minutes depends on the machine: steps and epochs give the same choice everywhere.
 
-vocabulary   64 times the root of the number of words that occur ten times, at most as many as words that occur twice
+vocabulary   64 times the root of the number of words that occur at least ten times; at most as many as words that occur
+             at least twice
 size         the last row of `SIZES` that T and E are enough for
 batch        0.8 times the root of T tokens, so 0.64 times as many tokens as there are steps: both grow alike
 lr           4e-3 at width 128, and in inverse proportion to the width above; warm-up is a tenth of the steps

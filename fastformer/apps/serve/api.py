@@ -158,7 +158,7 @@ def _text(body: dict[str, Any]) -> str:
         raise ValueError('text must be given: {"text": "…"}')
     text: str = check_value("text", body.pop("text"), str)
     if len(text) > CHARACTERS:
-        raise HTTPException(413, f"text has {len(text):,} characters; at most {CHARACTERS:,} are read")
+        raise HTTPException(413, f"text has {len(text):,} characters; at most {CHARACTERS:,} are allowed")
     encode_text(text, "text")
     return text
 

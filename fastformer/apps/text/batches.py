@@ -181,9 +181,9 @@ class Batches(EpochBatches[Batch]):
 class SampledBatches:
     """Batches of sentence pairs whose pieces are drawn anew each epoch: subword regularisation, or BPE dropout.
 
-    The pieces depend on (seed, epoch) only, so that a resumed run sees those of the uninterrupted one: in every process
-    with sentencepiece up to 0.2.1, in one process with later versions, of which a warning tells. Arguments and errors
-    are as of `encode_pairs` and `Batches`; no pair is longer than `tokens`.
+    The pieces depend on (seed, epoch) only, so that a resumed run sees those of the uninterrupted one. With
+    sentencepiece from 0.2.2 on, this holds only within one process, and a warning says so. Arguments and errors are as
+    of `encode_pairs` and `Batches`; no pair is longer than `tokens`.
     """
 
     def __init__(

@@ -33,7 +33,7 @@ logger = logging.getLogger("fastformer")
 
 @dataclass(frozen=True)
 class Scores:
-    """BLEU, chrF and TER from 0 to 100 (TER: above, too, and lower is better), each with sacrebleu's signature.
+    """BLEU and chrF from 0 to 100, and TER from 0 up (lower is better), each with sacrebleu's signature.
 
     Attributes:
         exact: share of sentences that equal a reference, 0 to 1.

@@ -129,7 +129,7 @@ class GraphedUpdate(Update):
         self._forget()
 
     def backward(self, batch: Any, tokens: float | Tensor) -> Tensor:
-        """Add the gradients as in `Update`, but with one op for all, which needs their memory twice meanwhile."""
+        """Add the gradients as in `Update`, but with one op for all, which needs the memory of the gradients twice."""
         accumulated = [p.grad for p in self.parameters]
         for p in self.parameters:
             p.grad = None

@@ -101,7 +101,7 @@ class TimeBudget:
         return min(1.0, _VALIDATION * self._limit / max((self._validation or 0.0) * self._step, 1e-9))
 
     def reserve(self, share: float, before: float) -> float:
-        """Return the seconds that the next step and the end of the run take; `before` a validation was measured."""
+        """Return the seconds that the next step and the end of the run take; `before` without a measured validation."""
         if self._limit == math.inf or self._validation is None:
             return before
         return self._step + self._at_end * (self.save_seconds + share * self._validation * self._step)

@@ -74,7 +74,7 @@ def run_demo(folder: Path, target: str, device: str, console: "Console") -> Scor
     # Short enough for readable labels, long enough to show something.
     sentence = min((s for s in test.source if len(s.split()) >= 4), key=len)
     save(attend(translator, sentence).figure(), folder / "attention.png")
-    console.print(f"\nPictures: {folder / 'attention.png'} (where it looked while writing), {folder / 'history.png'}")
+    console.print(f"\nPictures: {folder / 'attention.png'} (cross attention), {folder / 'history.png'}")
     command = "fastformer" if shutil.which("fastformer") else sys.argv[0]  # as .venv/bin/fastformer
     console.print(f'Your turn: {command} translate --run {folder} "ninety-nine thousand eight hundred one"')
     return scores

@@ -92,7 +92,7 @@ class Hypothesis:
 def greedy_search(
     model: TranslationModel, source: Tensor, source_lengths: Tensor, options: SearchOptions | None = None
 ) -> list[Hypothesis]:
-    """Take the most probable token at every step: `beam_search` with one hypothesis, which it returns for a sentence.
+    """Take the most probable token at every step, as `beam_search` with one hypothesis; return one for each sentence.
 
     The options beam, n_best and length_penalty are ignored.
     """
@@ -108,7 +108,7 @@ def beam_search(
     options: SearchOptions | None = None,
     streams: Sequence[np.random.Generator] = (),
 ) -> list[list[Hypothesis]]:
-    """Keep the N most probable hypotheses at every step; one, with `options.sample`, whose tokens are drawn.
+    """Keep the N most probable hypotheses at every step; with `options.sample`, keep one and draw its tokens.
 
     A sentence is done when N hypotheses have ended and the best unfinished one scores no better than the worst of
     them.
@@ -209,7 +209,8 @@ def _candidates(
 ) -> Iterator[list[tuple[float, int, int]]]:
     """Yield candidates of each sentence, (log probability, prefix, token), from log p `[R, V]` and totals `[R]`.
 
-    One a sentence, drawn or the best; of a beam the 2N most probable: even if N of them end, N continue.
+    A sentence has one candidate, drawn or the best; with a beam it has the 2N most probable, so that N continue even if
+    N of them end.
     """
     V = log_p.shape[1]
     if options.sample:

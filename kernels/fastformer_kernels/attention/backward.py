@@ -5,11 +5,11 @@ algorithm 2):
 
     dV = (P D)^T dout      dP = (dout V^T + dW) D      dS = P (dP - delta)      dQ = scale dS K      dK = scale dS^T Q
 
-dW is the gradient of weights that were returned, if they were. Two kernels by default: one gathers dK and dV of a tile
-of keys over all queries that see it, the other dQ of a tile of queries; each adds in a fixed order, at the price of
-computing the scores twice (7 matrix products). The fast way adds dQ with atomics from the first kernel (5 products), in
-an order that changes from run to run. Tiles without a visible pair are skipped on both sides, masks on tiles that are
-seen whole. dQ comes first: delta is computed on the way.
+dW is the gradient of returned weights, if there are any. By default there are two kernels: one sums dK and dV of a tile
+of keys over all queries that see it, the other dQ of a tile of queries. Each adds in a fixed order, at the price of
+computing the scores twice (7 matrix products). With `fast`, the first kernel adds dQ by atomics (5 products), in an
+order that changes from run to run. Both skip tiles without a visible pair, and the masks of tiles that are seen
+completely. The kernel of dQ runs first, and computes delta.
 """
 
 from typing import Any

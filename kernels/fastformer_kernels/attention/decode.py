@@ -1,7 +1,8 @@
 """Attention of a few queries to many keys, as in decoding with a cache: the keys are split over programs.
 
-One program a (sequence, key head) would leave a GPU empty at small batches. Then each takes a share of the keys and
-writes its unnormalised sum, maximum and weight; a second kernel combines the shares (Flash-Decoding, Dao et al. 2023).
+One program for each sequence and key head would leave most of a GPU idle at small batches. So the keys are divided: a
+program writes the unnormalised sum, maximum and weight of its share, and a second kernel combines the shares
+(Flash-Decoding, Dao et al. 2023).
 With one share the first kernel writes the output.
 All query heads that share a key head, and all T queries, are rows of one tile, so that keys and values are read once.
 Inference only; no mask other than bounds, key mask, causality, window and a bias by distance; no dropout.

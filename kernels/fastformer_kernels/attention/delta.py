@@ -1,6 +1,6 @@
 """delta = rowsum(out * dout), which backward needs for each row, if the kernel of dQ does not compute it.
 
-The kernel of dQ loads a tile of dout anyway: one launch and one read of dout less.
+The kernel of dQ loads a tile of dout anyway, so that it saves a launch and a read of dout.
 """
 
 import triton.language as tl

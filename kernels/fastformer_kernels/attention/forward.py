@@ -1,8 +1,8 @@
 """Fused attention, forward: softmax(scale q k^T + mask) v, one tile of queries a program, no scores in memory.
 
 The online softmax of FlashAttention (Dao et al. 2022, algorithm 1): a running maximum and sum for each row. Tiles that
-no query of the program sees, by lengths, window or causality, are never loaded; those that all see whole go through a
-loop without masks. In tf32 and on sm_100, the scores of the next tile are computed before the softmax of this one: the
+no query of the program sees, by lengths, window or causality, are never loaded; tiles that all queries see completely
+take a loop without masks. In tf32 and on sm_100, the scores of the next tile precede the softmax of this one: the
 matrix units work during the exponentials. Saved for backward: the log-sum-exp of each row, in units of log2,
 +inf for a row that sees nothing (its weights are then exp2(-inf) = 0, never NaN).
 

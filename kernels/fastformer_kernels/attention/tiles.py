@@ -200,9 +200,9 @@ TILES: dict[str, tuple[Row, ...]] = {
         Row("", "tf32", 256, _ANY, "", (128, 16, 8, 2)),
         Row("", "", 256, _ANY, "", (64, 32, 8, 2)),
     ),
-    # One tile of scores and no more: weights, and the gradient of a mask. On matrix units 64 rows, which 4 warps share:
-    # two products that meet in one formula pass for one that feeds another, and of those Triton lays all warps along
-    # the rows, so that 8 warps computed 32 rows four times.
+    # Kernels of a single tile of scores: weights, and the gradient of a mask. On matrix units, 4 warps share 64 rows.
+    # Triton takes two products in one formula for products of which one feeds the other. For those it lays all warps
+    # along the rows, so that 8 warps computed 32 rows four times.
     "scores": (
         Row("gfx9 gfx12", "fp32", 128, _ANY, "", (32, 32, 8, 1)),
         Row("gfx9 gfx12", "16", 256, _ANY, "", (64, 16, 4, 1)),  # two stages take 80 KiB of LDS
@@ -219,7 +219,7 @@ TILES: dict[str, tuple[Row, ...]] = {
         Row("", "", 128, _ANY, "", (64, 64, 8, 1)),
         Row("", "", 256, _ANY, "", (64, 16, 8, 1)),
     ),
-    # The gradient of a bias by distance: as of scores, but for one tile that spilled 8 bytes.
+    # The gradient of a bias by distance: the tiles of scores, except for one that spilled 8 bytes.
     "bias": (Row("sm_100", "fp32", 128, _ANY, "", (32, 16, 8, 1)),),
     # Keys a tile.
     "decode": (

@@ -71,7 +71,7 @@ def backward_tile(x: Tensor, bytes_a_column: int, elements: int = 16) -> tuple[t
     Tiles are as in `forward_tile`; a wide row is cut into ranges of columns, one per program. As many programs
     walk over all tiles as run at once: 16 warps a multiprocessor, at 128 registers a thread. If rows are not aligned,
     threads take more registers, and 8 warps run. For sm_100 Triton 3.9 needs more, too: a thread holds half as much.
-    Loads run up to two tiles ahead, with 16 elements a thread 64 KB on their way in half precision. More and smaller
+    Loads run up to two tiles ahead: 64 KB of half precision at 16 elements a thread. More and smaller
     programs would cost more than they hide, since each leaves a row of partial sums: for 4096 rows of 512 these are a
     quarter of all bytes already. Not measured on a GPU.
 

@@ -69,7 +69,7 @@ compiled-part:  ## a part of that, which CI runs
 	done
 
 # The kernels with another Triton: values in the interpreter, and what sm_90 code they make (limits hold for every
-# version; differences to the budget are printed).
+# version).
 triton-%:  ## the kernels with another Triton, such as triton-3.6.0
 	$(PYTHON) -m pip install -q --no-deps --target .triton/$* triton==$*
 	PYTHONPATH=.triton/$* OMP_NUM_THREADS=1 $(PYTHON) -m pytest --durations=3 tests/kernels/test_fused_attention.py \

@@ -9,6 +9,7 @@ fastformer gets lengths and causality and makes no mask.
 
 from collections.abc import Sequence
 from dataclasses import replace
+from itertools import product
 from typing import Any
 
 import pytest
@@ -28,7 +29,6 @@ pytestmark = pytest.mark.gpu
 # A wrong formula is off by more than 1e-1. bf16 rounds inputs of the second product to 4e-3.
 TOLERANCE = {torch.bfloat16: 2e-2, torch.float32: 1e-4}
 DROPOUT = 0.1
-Goals = tuple[float, float] | None  # forward; forward and backward
 Rivals = Sequence[tuple[str, str | None]]  # competitors, and how they are told of padding
 
 
@@ -51,6 +51,7 @@ PADDED = [replace(shape, kind="uniform") for shape in CAUSAL[2:6]]
 WIDE = replace(CAUSAL[8], kind="uniform")
 ON_CPU = [AttentionShape(8, 4, 256, kind="uniform")]
 MULTI30K = AttentionShape(128, 8, 36, kind="multi30k", share=0.55)
+FEW = replace(PADDED[1], causal=False, share=0.69)
 SHARES = [replace(CAUSAL[4], kind="uniform", share=share) for share in (0.0, 0.2, 0.7)]
 
 BACKENDS: Rivals = [(name, None) for name in ("sdpa-cudnn", "sdpa-flash", "sdpa-efficient")]
@@ -68,7 +69,7 @@ NOT_CAUSAL: Rivals = [("sdpa-efficient", KEY_MASK), ("sdpa-cudnn", KEY_MASK), ("
 PACKED: Rivals = [*(each for each in MAIN if each[1] != KEY_MASK), ("flash-attn", None)]
 MASKED = ("sdpa-efficient", "sdpa-cudnn", "sdpa-math")
 ON_CPU_RIVALS: Rivals = [("sdpa-flash", MASK)]
-CAUSAL_GOALS: dict[str, Goals] = {
+CAUSAL_GOALS = {
     MASK: (3.0, 2.5),
     KEY_MASK: (1.7, 1.5),
     "flex": (1.1, 1.1),
@@ -78,15 +79,14 @@ CAUSAL_GOALS: dict[str, Goals] = {
 
 
 def _cases(*combinations: tuple[str, Sequence[AttentionShape], Rivals]) -> pytest.MarkDecorator:
-    """Shapes against rivals, each as (shape, competitor, way); first "quick", "full", or "quick-cpu"."""
+    """Shapes against rivals, each as (kind, shape, competitor, way); the kind ends in "quick", "full" or "cpu"."""
     parameters = []
-    for size, shapes, rivals in combinations:
-        for shape in shapes:
-            for name, way in rivals:
-                parts = size, shape.name, name, *(() if way is None else (way.partition(" (")[0].replace(" ", "_"),))
-                marks = [pytest.mark.cpu] if size == "quick-cpu" else []
-                parameters.append(pytest.param(shape, name, way, id="-".join(parts), marks=marks))
-    return pytest.mark.parametrize(("shape", "competitor", "way"), parameters)
+    for kind, shapes, rivals in combinations:
+        for shape, (name, way) in product(shapes, rivals):
+            parts = kind, shape.name, name, *(() if way is None else (way.partition(" (")[0].replace(" ", "_"),))
+            marks = [pytest.mark.cpu] if kind.endswith("cpu") else []
+            parameters.append(pytest.param(kind, shape, name, way, id="-".join(parts), marks=marks))
+    return pytest.mark.parametrize(("kind", "shape", "competitor", "way"), parameters)
 
 
 def _require(race: Race, competitor: str) -> None:
@@ -122,33 +122,6 @@ def _compare(
     )
 
 
-def _race(
-    race: Race,
-    shape: AttentionShape,
-    p: AttentionCase,
-    competitor: str,
-    way: str | None,
-    direction: Direction,
-    goals: Goals,
-) -> None:
-    """Compare attention of padded tensors."""
-    _require(race, competitor)
-    inputs, upstream = p.leaves(), p.random()
-
-    def sides(case: AttentionCase) -> tuple[Op, Op]:
-        op = Op("fastformer", lambda: _attention(race, case, inputs), inputs, p.compared)
-        return op, _rival(case, competitor, way, inputs)
-
-    exact, timed = p, None
-    if p.dropout:
-        exact, timed = replace(p, dropout=0.0), (*sides(p), upstream)
-        _check_dropout(race, p, inputs, sides(p), sides(exact))
-    name = case_name("attention, ALiBi" if p.alibi else "attention", shape, p)
-    goal = None if goals is None else {"forward": goals[0], "both": goals[1]}.get(direction)
-    expected = exact.expected(inputs, upstream)
-    _compare(race, name, p, sides(exact), upstream, direction, expected=expected, goal=goal, timed=timed)
-
-
 def _check_dropout(
     race: Race, p: AttentionCase, inputs: list[Tensor], dropping: tuple[Op, Op], exact: tuple[Op, Op]
 ) -> None:
@@ -167,55 +140,78 @@ def _check_dropout(
         race.gate_theirs("square of dropout", added(1), expected, tolerance)
 
 
-@pytest.mark.parametrize("direction", DIRECTIONS)
-@_cases(
-    ("quick", [QUICK], [*BACKENDS, ("sdpa-math", None)]),
-    ("full", [shape for shape in CAUSAL if shape != QUICK] + DENSE, BACKENDS),
-    ("full", CAUSAL[:1], [("sdpa-math", None)]),
-    ("full", [LATENT], [(name, None) for name in ("sdpa-cudnn", "sdpa-efficient", "sdpa-math")]),
-)
-def bench_attention(race: Race, shape: AttentionShape, competitor: str, way: None, direction: Direction) -> None:
-    goals = None
-    if shape.causal and shape.head_size == 64 and shape.length <= 8192:
-        goals = (1.1, 1.0) if shape.length <= 512 else (1.0, 0.9)
-    elif shape.causal and shape.head_size == 128 and shape.length >= 2048:
-        goals = 0.85, 0.75
-    _race(race, shape, attention_case(race, shape), competitor, way, direction, goals)
-
-
-@pytest.mark.parametrize("direction", DIRECTIONS)
-@_cases(("full", [replace(CAUSAL[4], causal=causal) for causal in (True, False)], [("tutorial", None)]))
-def bench_tutorial(race: Race, shape: AttentionShape, competitor: str, way: None, direction: Direction) -> None:
-    goals = (15.0, 8.0) if shape.causal else (5.0, 3.5)
-    _race(race, shape, attention_case(race, shape), competitor, way, direction, goals)
+def _goals(kind: str, shape: AttentionShape, competitor: str, way: str | None) -> tuple[float, float] | None:
+    """Return the goals of attention: forward, and with backward."""
+    match kind:
+        case "dropout" | "fp32":
+            return 5.0, 4.0
+        case "tutorial":
+            return (15.0, 8.0) if shape.causal else (5.0, 3.5)
+        case "padding" if not shape.causal:
+            return (1.2, 1.2) if competitor == "varlen" else (1.8, 1.6)
+        case "padding" if shape.length >= 1024 and shape.share == 0.45:
+            return CAUSAL_GOALS.get(way or competitor)
+        case "dense" if shape.causal and shape.head_size == 64 and shape.length <= 8192:
+            return (1.1, 1.0) if shape.length <= 512 else (1.0, 0.9)
+        case "dense" if shape.causal and shape.head_size == 128 and shape.length >= 2048:
+            return 0.85, 0.75
+    return None
 
 
 @pytest.mark.parametrize("direction", DIRECTIONS)
 @_cases(
-    ("quick", PADDED[1:2], MAIN),
-    ("full", [MULTI30K, PADDED[0], *PADDED[2:], WIDE], MAIN),
-    ("full", PADDED[1:2], FURTHER),
-    ("full", SHARES, [("sdpa-efficient", MASK), ("sdpa-flash", ALONE)]),
-    ("full", [PADDED[1], WIDE], FLEX),
-    ("quick-cpu", ON_CPU, ON_CPU_RIVALS),
+    ("dense-quick", [QUICK], [*BACKENDS, ("sdpa-math", None)]),
+    ("dense-full", [shape for shape in CAUSAL if shape != QUICK] + DENSE, BACKENDS),
+    ("dense-full", CAUSAL[:1], [("sdpa-math", None)]),
+    ("dense-full", [LATENT], [(name, None) for name in ("sdpa-cudnn", "sdpa-efficient", "sdpa-math")]),
+    ("tutorial-full", [replace(CAUSAL[4], causal=causal) for causal in (True, False)], [("tutorial", None)]),
+    ("padding-quick", PADDED[1:2], MAIN),
+    ("padding-full", [MULTI30K, PADDED[0], *PADDED[2:], WIDE], MAIN),
+    ("padding-full", PADDED[1:2], FURTHER),
+    ("padding-full", SHARES, [("sdpa-efficient", MASK), ("sdpa-flash", ALONE)]),
+    ("padding-full", [PADDED[1], WIDE], FLEX),
+    ("padding-full", [replace(shape, causal=False) for shape in (PADDED[0], PADDED[2])], NOT_CAUSAL),
+    ("padding-quick-cpu", ON_CPU, ON_CPU_RIVALS),
+    # One sequence has length 0, whose rows are NaN under a mask unless a competitor prevents it.
+    ("empty-full", [replace(PADDED[0], kind="empty")], [*((name, MASK) for name in MASKED), ("sdpa-flash", ALONE)]),
+    ("dropout-full", [FEW], [(name, KEY_MASK) for name in MASKED]),
+    ("fp32-full", [FEW], [(name, KEY_MASK) for name in MASKED]),
+    # A bias by distance that is not trained, against SDPA's additive mask, made beforehand, and flex_attention.
+    ("alibi-full", CAUSAL[3:5], [("sdpa-efficient", MASK)]),
+    ("alibi-full", CAUSAL[3:4], [("flex", None)]),
 )
-def bench_padding_causal(
-    race: Race, shape: AttentionShape, competitor: str, way: str | None, direction: Direction
+def bench_attention(
+    race: Race, kind: str, shape: AttentionShape, competitor: str, way: str | None, direction: Direction
 ) -> None:
-    goals = CAUSAL_GOALS.get(way or competitor) if shape.length >= 1024 and shape.share == 0.45 else None
-    _race(race, shape, attention_case(race, shape), competitor, way, direction, goals)
+    """Compare attention of padded tensors."""
+    _require(race, competitor)
+    kind = kind.partition("-")[0]
+    dtype = torch.float32 if kind == "fp32" else torch.bfloat16
+    p = attention_case(race, shape, dtype, DROPOUT if kind == "dropout" else 0.0)
+    if kind == "alibi":
+        p = replace(p, alibi=True)
+    inputs, upstream = p.leaves(), p.random()
 
+    def sides(case: AttentionCase) -> tuple[Op, Op]:
+        op = Op("fastformer", lambda: _attention(race, case, inputs), inputs, p.compared)
+        return op, _rival(case, competitor, way, inputs)
 
-@pytest.mark.parametrize("direction", DIRECTIONS)
-@_cases(("full", [replace(shape, causal=False) for shape in (PADDED[0], PADDED[2])], NOT_CAUSAL))
-def bench_padding(race: Race, shape: AttentionShape, competitor: str, way: str | None, direction: Direction) -> None:
-    goals = (1.2, 1.2) if competitor == "varlen" else (1.8, 1.6)
-    _race(race, shape, attention_case(race, shape), competitor, way, direction, goals)
+    exact, timed = p, None
+    if p.dropout:
+        exact, timed = replace(p, dropout=0.0), (*sides(p), upstream)
+        _check_dropout(race, p, inputs, sides(p), sides(exact))
+    name = case_name("attention, ALiBi" if p.alibi else "attention", shape, p)
+    goals = _goals(kind, shape, competitor, way)
+    goal = None if goals is None else {"forward": goals[0], "both": goals[1]}.get(direction)
+    expected = exact.expected(inputs, upstream)
+    _compare(race, name, p, sides(exact), upstream, direction, expected=expected, goal=goal, timed=timed)
 
 
 @pytest.mark.parametrize("direction", DIRECTIONS)
 @_cases(("full", PADDED[1:2], [("own-lengths", None)]))
-def bench_key_mask(race: Race, shape: AttentionShape, competitor: str, way: None, direction: Direction) -> None:
+def bench_key_mask(
+    race: Race, kind: str, shape: AttentionShape, competitor: str, way: None, direction: Direction
+) -> None:
     """Compare fastformer with a key mask, which each tile of values has to wait for, and with lengths."""
     _require(race, competitor)
     p = attention_case(race, shape)
@@ -233,33 +229,9 @@ def bench_key_mask(race: Race, shape: AttentionShape, competitor: str, way: None
 
 
 @pytest.mark.parametrize("direction", DIRECTIONS)
-@pytest.mark.parametrize("variant", ["dropout", "fp32"])
-@_cases(("full", [replace(PADDED[1], causal=False, share=0.69)], [(name, KEY_MASK) for name in MASKED]))
-def bench_dropout_and_fp32(
-    race: Race, shape: AttentionShape, competitor: str, way: str, variant: str, direction: Direction
-) -> None:
-    settings = {"dropout": DROPOUT} if variant == "dropout" else {"dtype": torch.float32}
-    p = attention_case(race, shape, **settings)
-    _race(race, shape, p, competitor, way, direction, (5.0, 4.0))
-
-
-@pytest.mark.parametrize("direction", ["forward", "both"])
-@_cases(("full", CAUSAL[3:5], [("sdpa-efficient", MASK)]), ("full", CAUSAL[3:4], [("flex", None)]))
-def bench_alibi(race: Race, shape: AttentionShape, competitor: str, way: str | None, direction: Direction) -> None:
-    """Compare a bias by distance that is not trained with SDPA's additive mask, made beforehand, and flex_attention."""
-    _race(race, shape, replace(attention_case(race, shape), alibi=True), competitor, way, direction, None)
-
-
-@_cases(("full", [replace(PADDED[0], kind="empty")], [*((name, MASK) for name in MASKED), ("sdpa-flash", ALONE)]))
-def bench_empty_sequence(race: Race, shape: AttentionShape, competitor: str, way: str) -> None:
-    """Compare with one sequence of length 0, whose rows are NaN under a mask unless a competitor prevents it."""
-    _race(race, shape, attention_case(race, shape), competitor, way, "both", None)
-
-
-@pytest.mark.parametrize("direction", DIRECTIONS)
 @_cases(("quick", PADDED[1:2], PACKED), ("full", [MULTI30K], PACKED), ("quick-cpu", ON_CPU, ON_CPU_RIVALS))
 def bench_packed_attention(
-    race: Race, shape: AttentionShape, competitor: str, way: str | None, direction: Direction
+    race: Race, kind: str, shape: AttentionShape, competitor: str, way: str | None, direction: Direction
 ) -> None:
     """Compare packed attention with a competitor's on packed tensors if it takes them, else on padded ones."""
     _require(race, competitor)

@@ -106,19 +106,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> None:
     """Print the ratios, one line a case."""
     record = config.stash.get(_RECORD, None)
-    write = terminalreporter.write_line
     if record is not None and record.rows:
         terminalreporter.section("fastformer against what one would use instead")
         if config.getoption("--dry-run"):
-            write("A dry run: tiny shapes, kernels in the interpreter. Nothing was timed.")
-        rates = [row.matmul_rate / 1e9 for row in record.rows if row.matmul_rate is not None]
-        if rates:
-            products = f"fp32 matrix product {min(rates):,.0f} to {max(rates):,.0f} GFLOP/s beside the cases"
-            write(f"torch {torch.__version__}; {products}")
-        write(whole_table(record.rows))
-    skipped = sum(
-        isinstance(report.longrepr, tuple) and report.longrepr[2].endswith(NEEDS_GPU)
-        for report in terminalreporter.stats.get("skipped", [])
-    )
-    if skipped:
-        write(f"{skipped} cases need a CUDA device and were skipped")
+            terminalreporter.write_line("A dry run: tiny shapes, kernels in the interpreter. Nothing was timed.")
+        terminalreporter.write_line(whole_table(record.rows))

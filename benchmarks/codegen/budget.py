@@ -10,7 +10,7 @@ of row names, "limit": compiles | stack | shared | registers | replicated | wgmm
 more registers, fewer blocks per multiprocessor, more shared memory, no asynchronous copies any more, products computed
 more often, loops with more exponentials, more cycles of tensor cores or 3 % more instructions for an element of work,
 and rows that are new, gone, configured otherwise, or recorded from other sources. With another version, or another
-ptxas, the differences are only printed.
+ptxas, only the limits hold.
 """
 
 import fnmatch
@@ -86,12 +86,12 @@ def entry(row: Row, result: Resources) -> dict[str, Any]:
 
 def recorded(rows: list[Row], budget: dict[str, Any]) -> dict[str, Resources]:
     """Return the recorded resources of the rows with the same fingerprint, whatever their names were then."""
-    known = {each["key"]: Resources.of(each) for each in budget.values() if "key" in each}
+    known = {each["key"]: Resources.of(each) for each in budget.values()}
     return {row.name: known[row.key] for row in rows if row.key in known}
 
 
 def compare(rows: list[Row], results: dict[str, Resources | str], budget: dict[str, Any]) -> Iterator[str]:
-    """Yield what is worse than in the budget, configured otherwise, or new."""
+    """Yield what is worse than in the budget, configured otherwise, new, or recorded from other sources."""
     for row in rows:
         result = results[row.name]
         if isinstance(result, str):
@@ -102,6 +102,8 @@ def compare(rows: list[Row], results: dict[str, Resources | str], budget: dict[s
         if (before := budget[row.name]["configuration"]) != row.configuration:
             yield f"{row.name}: was configured as {before}, now as {row.configuration}"
         yield from (f"{row.name}: {text}" for text in worse(result, budget[row.name]))
+    if stale := [row.name for row in rows if row.name in budget and row.key != budget[row.name]["key"]]:
+        yield f"{len(stale)} rows were recorded from other sources or by another ptxas, such as {stale[0]}"
 
 
 def read_budget(file: Path) -> dict[str, Any]:

@@ -19,8 +19,7 @@ import pkgutil
 import re
 import sys
 import threading
-import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import ExitStack
@@ -243,8 +242,7 @@ def compile_job(job: Job) -> Resources:
 def end_with_parent() -> None:
     """End this process when its parent does, also if that was killed."""
     parent = multiprocessing.parent_process()
-    if parent is None:
-        return
+    assert parent is not None
 
     def wait() -> None:
         parent.join()
@@ -253,40 +251,24 @@ def end_with_parent() -> None:
     threading.Thread(target=wait, daemon=True).start()
 
 
-def compile_all(
-    rows: list[Row], processes: int, tell: Callable[[Row, Resources | str], None]
-) -> dict[str, Resources | str]:
-    """Compile every row; return the resources of each, or the reason why there are none.
-
-    `tell` gets each result as soon as it exists. Progress goes to stderr.
-    """
-    start = time.monotonic()
-    finished = 0
-    lock = threading.Lock()
+def compile_all(rows: list[Row], processes: int) -> Iterator[tuple[Row, Resources | str]]:
+    """Compile every row; yield in their order the resources of each, or the reason why there are none."""
     own = threading.local()
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["torch", "triton"])  # else each process imports them
 
-    def compile_row(row: Row) -> tuple[str, Resources | str]:
-        nonlocal finished
+    def compile_row(row: Row) -> Resources | str:
         if getattr(own, "pool", None) is None:
             # One process to a thread: if the compiler crashes, that is this row's result, and no other row's.
             own.pool = pools.enter_context(ProcessPoolExecutor(1, context, end_with_parent))
-        result: Resources | str
         try:
-            result = own.pool.submit(compile_job, row.job).result()
+            return own.pool.submit(compile_job, row.job).result()
         except BrokenProcessPool:
-            own.pool, result = None, "the compiler crashed"
+            own.pool = None
+            return "the compiler crashed"
         except Exception as error:
             lines = str(error).strip().splitlines() or [""]
-            result = f"{type(error).__name__}: {' '.join(lines[-1].split())[:300]}"
-        with lock:
-            finished += 1
-            tell(row, result)
-            if finished % 20 == 0 or finished == len(rows):
-                seconds = time.monotonic() - start
-                print(f"{finished}/{len(rows)} compiled, {seconds:.0f} s: {row.name}", file=sys.stderr, flush=True)
-        return row.name, result
+            return f"{type(error).__name__}: {' '.join(lines[-1].split())[:300]}"
 
     with ExitStack() as pools, ThreadPoolExecutor(processes) as threads:
-        return dict(threads.map(compile_row, rows))
+        yield from zip(rows, threads.map(compile_row, rows), strict=True)

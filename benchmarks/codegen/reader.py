@@ -6,7 +6,7 @@
 `WARPGROUP.DEPBAR` behind each `HGMMA`. A wgmma that starts while the one before it in the text is not waited for is a
 follower: in the PTX, one `wgmma.mma_async` after another without a `wgmma.wait_group` between; in the machine code the
 same with `HGMMA` and `WARPGROUP.DEPBAR`. Serialised: the machine code has less than half of the share of followers that
-the PTX gpu. This agreed with ptxas's own note "wgmma.mma_async instructions are serialized" on every kernel tried;
+the PTX has. This agreed with ptxas's own note "wgmma.mma_async instructions are serialized" on every kernel tried;
 `tests/benchmarks/test_codegen.py` compares the two.
 
 **Blocks (CTAs) per multiprocessor** is the smallest of

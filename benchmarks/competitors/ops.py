@@ -61,7 +61,6 @@ def race_functions(
     direction: Direction,
     work: Work,
     tolerance: float,
-    formula: Function | None = None,
     upstream: Tensor | None = None,
     expected: Sequence[Tensor] | None = None,
     goals: Mapping[tuple[str, Direction], float] | None = None,
@@ -72,11 +71,11 @@ def race_functions(
 
     Skipped, with the reason, if the machine lacks the competitor. `work`, `tolerance` and `goals`, (competitor,
     direction) -> ratio, are those of the kernels with bf16 tensors. `upstream` is the gradient of the output, random if
-    unset. `expected` are output and gradients, by default those of `formula`, or else of "eager", in fp64. `timed` are
+    unset. `expected` are output and gradients, by default those of "eager" in fp64. `timed` are
     other functions to time, and the gradients of their outputs. `fields`: see `Race.op`.
     """
     require(competitor, race.device)
-    kernels, truth = race.backend == "triton", formula or functions["eager"]
+    kernels, truth = race.backend == "triton", functions["eager"]
     if upstream is None:
         with torch.no_grad():
             upstream = torch.randn_like(truth(*inputs))

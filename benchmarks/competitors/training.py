@@ -13,7 +13,6 @@ from torch import Tensor, nn
 
 from benchmarks.competitors.known import compiled, require
 from benchmarks.competitors.tutorials import FixedLengthTranslation, TorchTranslation
-from benchmarks.harness.clock import Work
 from benchmarks.harness.lengths import VOCABULARY
 from benchmarks.harness.race import Contender, Race, flat_gradients
 from fastformer.apps.text import Batch, EncodedPairs, collate
@@ -101,28 +100,7 @@ def race_training(
                 net.zero_grad()  # the peak memory of a step includes its gradients
         counted = loss if competitor_pairs is None else None
         sides.append(Contender(name, step, batch.tokens, counted, net.parameters()))
-    work = step_work(model, packed)
-    race(case, *sides, work=work, dtype=dtype, graph_below=_GRAPH_BELOW, **fields)
-
-
-def step_work(model: TranslationModel, batch: Batch) -> Work:
-    """Return the least work of a step on a packed batch.
-
-    Operations of the matrix products of real tokens, and of attention's real pairs, once forward and twice backward.
-    Bytes: every parameter in fp32 is read forward and backward, its gradient written and read, and AdamW reads and
-    writes it and its two moments: 10 passes. Activations are left out.
-    """
-    c = model.config
-    d, f = c.d_model, c.feed_forward
-    s, t = (lengths.double() for lengths in (batch.source_lengths, batch.target_lengths))
-    S, T = float(s.sum()), float(t.sum())
-    layer = 4 * d * d + 2 * d * f  # weights of self-attention and feed-forward
-    products = c.encoder_layers * S * layer + c.decoder_layers * (T * (layer + 2 * d * d) + S * 2 * d * d)
-    products += T * d * c.target_vocabulary
-    pairs = c.encoder_layers * float((s * s).sum())
-    pairs += c.decoder_layers * float((t * (t + 1) / 2 + s * t).sum())
-    parameters = sum(p.numel() for p in model.parameters())
-    return Work(3 * (2 * products + 4 * d * pairs), 10 * 4.0 * parameters)
+    race(case, *sides, dtype=dtype, graph_below=_GRAPH_BELOW, **fields)
 
 
 def _compare_losses(

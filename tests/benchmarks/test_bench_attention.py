@@ -5,7 +5,6 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from benchmarks.bench_multihead_attention import expected as expected_of_module
 from benchmarks.competitors import attention as rivals
 from benchmarks.harness.attention_case import AttentionCase
 from benchmarks.harness.lengths import multi30k_lengths, uniform_lengths
@@ -165,16 +164,3 @@ def test_varlen_gets_causality_in_either_signature():
     ]
     windows = [rivals.causal_arguments(later, causal)["window_size"] for causal in (True, False)]
     assert windows == [(-1, 0), (-1, -1)]
-
-
-def test_fp64_results_of_the_module_are_those_of_torch():
-    p = attention_case(True, np.array([5, 2, 7]))
-    module = torch.nn.MultiheadAttention(24, 3, batch_first=True, dtype=torch.float64)
-    x = torch.randn(3, 7, 24, dtype=torch.float64, requires_grad=True)
-    upstream = torch.randn_like(x) * p.real[..., None]
-    out = module(x, x, x, key_padding_mask=~p.real, attn_mask=p.look_ahead)[0]
-    inputs = [x, *module.parameters()]
-    results = expected_of_module(p, inputs, upstream)
-    assert_close(results[0] * p.real[..., None], out * p.real[..., None])
-    for a, b in zip(results[1:], torch.autograd.grad(out, inputs, upstream), strict=True):
-        assert_close(a, b)

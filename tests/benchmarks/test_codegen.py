@@ -76,7 +76,7 @@ def test_the_kernels_keep_to_the_budget():
     version = importlib.metadata.version("triton")
     if version in json.loads(BUDGET.read_text())["triton"]:
         assert " 0 broken limits, 0 differences to the budget" in ran.stdout
-        assert "compiled," not in ran.stderr
+        assert "compiled:" not in ran.stderr
 
 
 @pytest.mark.slow
@@ -138,20 +138,17 @@ def test_changed_kernels_are_compiled_again_and_their_faults_reported(faults, tm
 @pytest.mark.long
 @pytest.mark.slow
 def test_another_ptxas_is_held_to_the_limits_and_not_to_the_budget(tmp_path):
-    """Triton's own under another version, against a budget of half of the registers."""
-    other, file = tmp_path / "ptxas", tmp_path / "budget.json"
+    """Triton's own under another version."""
+    other = tmp_path / "ptxas"
     other.write_text(f'#!/bin/sh\n[ "$1" = --version ] && echo "release 12.7, V12.7.1" || exec {tool("ptxas")} "$@"\n')
     other.chmod(0o755)
-    given = ["--cases", "codegen_faults", "--arch", "90", "--budget", str(file)]
-    assert run(*given, "--only", "faults/sound sum", "--update", TRITON_CACHE_DIR=str(tmp_path)).returncode == 0
-    file.write_text(re.sub(r'"registers": \d+', '"registers": 1', file.read_text()))
     settings = {"TRITON_CACHE_DIR": str(tmp_path), "TRITON_PTXAS_PATH": str(other)}
-    sound, spills = (run(*given, "--only", f"faults/{case}", **settings) for case in ("sound sum", "spills"))
-    assert sound.returncode == 0, sound.stdout + sound.stderr
-    assert "with ptxas 12.7: 1 compilations for 12 cases, 0 of them recorded" in sound.stderr
-    assert re.search(r"which is another version: no failure:\n.*sound sum \| .*: registers 1 -> \d+", sound.stdout)
-    assert spills.returncode == 1
-    assert "it spills" in spills.stdout
+    ran = run("--cases", "codegen_faults", "--arch", "90", "--only", "faults/s", **settings)
+    assert ran.returncode == 1
+    assert "with ptxas 12.7: 6 compilations for 12 cases, 0 of them recorded" in ran.stderr
+    assert "it spills" in ran.stdout
+    assert "There is no budget of Triton" in ran.stdout
+    assert " 0 differences to the budget" in ran.stdout
 
 
 def configurations(rows: dict[str, Any]) -> dict[str, str]:

@@ -67,15 +67,14 @@ def test_budget_file_has_one_line_a_row(budget, capsys):
         ),
     ],
 )
-def test_worse_than_the_budget_fails_for_its_triton_and_shows_for_another(budget, capsys, changed, message):
+def test_worse_than_the_budget_fails_for_its_triton_alone(budget, capsys, changed, message):
     results = {"a": GOOD, "b": GOOD._replace(**changed)}
     status, text = report(budget, results, capsys)
     assert status == 1
     assert f"b | norm.kernel | sm_90: {message}" in text
     status, text = report(budget, results, capsys, version="3.9.0")
     assert status == 0
-    assert "budget of Triton 3.7.1, which is another version: no failure" in text
-    assert f"b | norm.kernel | sm_90: {message}" in text
+    assert "There is no budget of Triton 3.9.0: only the limits hold" in text
 
 
 def test_work_that_is_known_to_be_replicated_must_not_be_more(budget, capsys):
@@ -108,24 +107,19 @@ def test_rows_that_are_new_gone_or_configured_otherwise_fail(budget, capsys):
     assert "was configured as BLOCK=64, now as BLOCK=32" in text
 
 
-def test_rows_recorded_from_other_sources_fail_for_their_triton(budget, capsys):
+def test_rows_recorded_from_other_sources_fail(budget, capsys):
     results = {"a": GOOD, "b": GOOD}
     status, text = report(budget, results, capsys, key="2b")
     assert status == 1
     assert "2 rows were recorded from other sources or by another ptxas, such as a | norm.kernel | sm_90" in text
-    assert report(budget, results, capsys, key="2b", version="3.9.0")[0] == 0
     assert report(budget, results, capsys, key="2b", update=True)[0] == 0
     assert report(budget, results, capsys, key="2b")[0] == 0
 
 
 def test_only_rows_with_their_fingerprint_are_recorded(budget):
     entries = json.loads((budget / "budget.json").read_text())["triton"]["3.7.1"]
-    assert [entry.pop("key") for entry in entries.values()] == ["1a", "1a"]
     renamed, changed = row("c")._replace(key="1a"), row("a")._replace(key="2b")
-    assert recorded([renamed, changed], entries) == {}  # a file of before there were fingerprints
-    assert recorded([renamed, changed], {"a": entries["a | norm.kernel | sm_90"] | {"key": "1a"}}) == {
-        renamed.name: GOOD
-    }
+    assert recorded([renamed, changed], entries) == {renamed.name: GOOD}
 
 
 def test_update_keeps_other_rows_and_other_versions(budget, capsys):
@@ -134,8 +128,6 @@ def test_update_keeps_other_rows_and_other_versions(budget, capsys):
     assert [value["registers"] for value in entries.values()] == [100, 50]
     assert report(budget, {"a": GOOD}, capsys, version="3.10.0", update=True)[0] == 0
     assert report(budget, {"a": GOOD, "b": GOOD._replace(registers=50)}, capsys)[0] == 0
-    # The newest is 3.10, not the last of the alphabet.
-    assert "budget of Triton 3.10.0" in report(budget, {"a": GOOD, "b": GOOD}, capsys, version="3.11.0")[1]
 
 
 @pytest.mark.parametrize(

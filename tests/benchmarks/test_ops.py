@@ -10,19 +10,16 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils.flop_counter import FlopCounterMode
 
 from benchmarks import bench_cross_entropy, bench_feed_forward
 from benchmarks.bench_feed_forward import FeedForwardShape
 from benchmarks.competitors import kernel_packages, known, training
-from benchmarks.competitors.tutorials import TorchTranslation
 from benchmarks.harness import clock
 from benchmarks.harness.clock import Stopwatch
 from benchmarks.harness.race import Op
-from fastformer.apps.text import EncodedPairs, Sequences, SpecialIds, collate
-from fastformer.apps.translation.model import TranslationConfig, TranslationModel
+from fastformer.apps.text import EncodedPairs, Sequences, SpecialIds
+from fastformer.apps.translation.model import TranslationConfig
 from fastformer.host.cuda_graphs import Recorded
 from tests.benchmarks.races import CPU, make_race
 
@@ -162,16 +159,3 @@ def test_kernels_for_hopper_are_not_run_on_an_older_gpu(name, monkeypatch):
     for capability, reason in (((8, 6), "needs compute capability 9.0, this GPU has 8.6"), ((9, 0), None)):
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device, capability=capability: capability)
         assert missing(device) == reason
-
-
-def test_the_work_of_a_training_step_is_what_torch_counts():
-    """For one pair of sentences without padding; torch counts the pairs that causality rules out as well."""
-    config = TranslationConfig(30, 40, d_model=8, heads=2, encoder_layers=2, decoder_layers=3, feed_forward=12)
-    pairs = EncodedPairs(*(Sequences.from_lists([list(range(4, 4 + n))]) for n in (6, 4)), SpecialIds(), SpecialIds())
-    model = TranslationModel(config)
-    with FlopCounterMode(display=False) as counter, sdpa_kernel(SDPBackend.MATH):
-        TorchTranslation(model).loss(collate(pairs, packed=False), 0.0).backward()
-    ahead = 5 * 5 - 5 * 6 / 2  # five target positions, bos counted
-    work = training.step_work(model, collate(pairs, packed=True))
-    assert counter.get_total_flops() == work.operations + 3 * 4 * 8 * 3 * ahead
-    assert work.bytes == 40 * sum(p.numel() for p in model.parameters())

@@ -11,8 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from benchmarks.competitors import known
-from benchmarks.conftest import pytest_configure, pytest_terminal_summary
+from benchmarks.conftest import pytest_configure
 from benchmarks.harness.clock import Work, saved_for_backward
 from benchmarks.harness.race import Contender, Op, Race
 from benchmarks.harness.record import Record
@@ -157,15 +156,6 @@ def test_bad_options_are_named_before_anything_is_measured(option, message, monk
     monkeypatch.setenv("TRITON_INTERPRET", "0")
     with pytest.raises(pytest.UsageError, match=re.escape(message)):
         pytest_configure(SimpleNamespace(getoption=option.get))
-
-
-def test_without_a_gpu_one_line_says_what_was_skipped():
-    reasons = [known.NEEDS_GPU, f"liger: {known.NEEDS_GPU}", "quack is not installed"]
-    skipped = [SimpleNamespace(longrepr=("file", 1, f"Skipped: {reason}")) for reason in reasons]
-    lines = []
-    reporter = SimpleNamespace(write_line=lines.append, stats={"skipped": skipped})
-    pytest_terminal_summary(reporter, SimpleNamespace(stash={}))
-    assert lines == ["2 cases need a CUDA device and were skipped"]
 
 
 @pytest.mark.parametrize("fails", [False, True])

@@ -1,6 +1,7 @@
 """Attention: each tile size that the launchers choose, with the fewest and with the most options."""
 
 from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -14,6 +15,9 @@ from fastformer_kernels.attention import mask_gradient as attention_mask_gradien
 from fastformer_kernels.attention import problem as attention_problem
 from fastformer_kernels.attention import weights as attention_weights
 from fastformer_kernels.attention.arguments import Arguments
+
+Call = Callable[[], object]
+Options = Callable[[int], Arguments]
 
 B, H = 4, 8
 # Sizes of the tiles change at these lengths.
@@ -58,68 +62,58 @@ def lse_of(arguments: Arguments, T: int) -> Tensor:
     return meta(2, B, H, T) if added else meta(B, H, T)
 
 
-def forward_case(
-    T: int, K: int, dtype: torch.dtype, options: Callable[[int], Arguments], V: int | None = None
-) -> Callable[[], object]:
-    return lambda: attention.forward(*heads(T, K, dtype, V), *options(T))
+def forward_case(T: int, K: int, dtype: torch.dtype, options: Options, V: int | None = None) -> Call:
+    return partial(attention.forward, *heads(T, K, dtype, V), *options(T))
 
 
 def backward_case(
     T: int,
     K: int,
     dtype: torch.dtype,
-    options: Callable[[int], Arguments],
+    options: Options,
     V: int | None = None,
     fast: bool = False,
     weights: bool = False,
-) -> Callable[[], object]:
-    def run() -> object:
-        q, k, v = heads(T, K, dtype, V)
-        arguments = options(T)
-        dweights = meta(B, H, T, T, dtype=dtype) if weights else None
-        tensors = (v, q, k, v, v, lse_of(arguments, T), meta(B, H, T) if weights else None, dweights)
-        return attention_backward.backward(*tensors, True, True, fast, *arguments)
-
-    return run
+) -> Call:
+    q, k, v = heads(T, K, dtype, V)
+    arguments = options(T)
+    lse, delta = lse_of(arguments, T), meta(B, H, T) if weights else None
+    dweights = meta(B, H, T, T, dtype=dtype) if weights else None
+    return partial(attention_backward.backward, v, q, k, v, v, lse, delta, dweights, True, True, fast, *arguments)
 
 
-def smaller_case(name: str, K: int, dtype: torch.dtype, V: int | None = None) -> Callable[[], object]:
-    def run() -> object:
-        T = 512
-        q, k, v = heads(T, K, dtype, V)
-        arguments = heavy(T)
-        lse = lse_of(arguments, T)
-        match name:
-            case "delta":
-                return attention_backward.backward(v, q, k, v, v, lse, None, None, False, False, False, *arguments)
-            case "weights":
-                return attention_weights.weights(q, k, lse, *arguments)
-            case "mask gradient":
-                return attention_mask_gradient.mask_gradient(v, q, k, v, lse, meta(B, H, T), None, *arguments)
-        if name == "decode few":  # keys: one program takes all of them
-            arguments = Arguments(queries=1, keys=128, scale=0.125, bounds=meta(B, dtype=torch.int64))
-            return attention_decode.decode(*(x[:, :, :n] for x, n in ((q, 1), (k, 128), (v, 128))), *arguments)
-        arguments = heavy(T)._replace(queries=1, mask=None, seed=None, dropout_p=0.0)
-        return attention_decode.decode(q[:, :, :1], k, v, *arguments)
-
-    return run
+def smaller_case(name: str, K: int, dtype: torch.dtype, V: int | None = None) -> Call:
+    T = 512
+    q, k, v = heads(T, K, dtype, V)
+    arguments = heavy(T)
+    lse, one = lse_of(arguments, T), arguments._replace(queries=1, mask=None, seed=None, dropout_p=0.0)
+    match name:
+        case "delta":
+            nothing = None, None, False, False, False
+            return partial(attention_backward.backward, v, q, k, v, v, lse, *nothing, *arguments)
+        case "weights":
+            return partial(attention_weights.weights, q, k, lse, *arguments)
+        case "mask gradient":
+            return partial(attention_mask_gradient.mask_gradient, v, q, k, v, lse, meta(B, H, T), None, *arguments)
+        case "decode few":  # keys: one program takes all of them
+            few = Arguments(queries=1, keys=128, scale=0.125, bounds=meta(B, dtype=torch.int64))
+            return partial(attention_decode.decode, q[:, :, :1], k[:, :, :128], v[:, :, :128], *few)
+    return partial(attention_decode.decode, q[:, :, :1], k, v, *one)
 
 
-def distance_case(name: str, K: int, dtype: torch.dtype) -> Callable[[], object]:
-    def run() -> object:
-        T = 1024
-        q, k, v = heads(T, K, dtype)
-        arguments = by_distance(T)
-        if name == "decode":
-            return attention_decode.decode(q[:, :, :1], k, v, *arguments._replace(queries=1))
-        return attention_bias_gradient.bias_gradient(v, q, k, v, lse_of(arguments, T), meta(B, H, T), None, *arguments)
-
-    return run
+def distance_case(name: str, K: int, dtype: torch.dtype) -> Call:
+    T = 1024
+    q, k, v = heads(T, K, dtype)
+    arguments = by_distance(T)
+    if name == "decode":
+        return partial(attention_decode.decode, q[:, :, :1], k, v, *arguments._replace(queries=1))
+    lse = lse_of(arguments, T)
+    return partial(attention_bias_gradient.bias_gradient, v, q, k, v, lse, meta(B, H, T), None, *arguments)
 
 
 def cases_of(
     kind: str, dtype: torch.dtype, forward: Mapping[int, tuple[int, ...]], backward: Mapping[int, tuple[int, ...]]
-) -> Iterator[tuple[str, Callable[[], object]]]:
+) -> Iterator[tuple[str, Call]]:
     """Yield the cases of one way to multiply."""
     for options in (light, heavy):
         for name, case, sizes in (("forward", forward_case, forward), ("backward", backward_case, backward)):
@@ -131,7 +125,7 @@ def cases_of(
             yield f"{name} K {K} {kind}", smaller_case(name, K, dtype)
 
 
-def in_tf32(call: Callable[[], object]) -> Callable[[], object]:
+def in_tf32(call: Call) -> Call:
     """Return the call with tf32 enabled for torch's products of fp32."""
 
     def run() -> object:
@@ -145,7 +139,7 @@ def in_tf32(call: Callable[[], object]) -> Callable[[], object]:
     return run
 
 
-def attention_cases() -> Iterator[tuple[str, Callable[[], object]]]:
+def attention_cases() -> Iterator[tuple[str, Call]]:
     """Name and call of every configuration."""
     yield from cases_of("bfloat16", torch.bfloat16, FORWARD, BACKWARD)
     yield from cases_of("float32", torch.float32, SINGLE, SINGLE)

@@ -63,14 +63,12 @@ def _norm_launches(rms: bool, sizes: list[tuple[int, torch.dtype]], autocast: tu
 
 
 def layer_norm_cases() -> Cases:
-    """Yield a name and a launch on meta tensors."""
     sizes = [(N, BF16) for N in (64, 512, 768, 1024, 1000, 2048, 4096, 8192, 8200, 16384)]
     sizes += [(N, FP32) for N in (512, 768, 1000, 2048, 8192, 16384)] + [(1024, FP16)]
     return _norm_launches(False, sizes, (512, 8192))
 
 
 def rms_norm_cases() -> Cases:
-    """Yield a name and a launch on meta tensors."""
     sizes = [(N, BF16) for N in (64, 512, 768, 1000, 2048, 4096, 8192, 16384)]
     sizes += [(N, FP32) for N in (512, 2048, 8192, 16384)]
     return _norm_launches(True, sizes, (512,))
@@ -143,7 +141,6 @@ def feed_forward_cases() -> Cases:
 
 
 def embedding_cases() -> Cases:
-    """Yield a name and a launch on meta tensors."""
     M, V, P = 4096, 16000, 512
     cases = [
         (BF16, 512, True, DROPOUT),
@@ -163,7 +160,6 @@ def embedding_cases() -> Cases:
 
 
 def rotary_cases() -> Cases:
-    """Yield a name and a launch on meta tensors."""
     T, P = 4096, 2048
     # dtypes of x and tables, heads of queries and keys, heads of values after them, K, R, interleaved
     cases = [
@@ -188,7 +184,6 @@ def rotary_cases() -> Cases:
 
 
 def linear_cross_entropy_cases() -> Cases:
-    """Yield a name and a launch on meta tensors."""
     everything, nothing = [True] * 3, [False] * 3
 
     def inputs(dtype: torch.dtype, V: int, bias: bool) -> tuple[Tensor, Tensor, Tensor | None, Tensor]:

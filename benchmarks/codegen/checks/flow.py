@@ -7,6 +7,8 @@ exit goes on. Calls return to the caller (ptxas puts divisions out of line).
 import re
 from typing import NamedTuple
 
+import networkx as nx  # torch requires it
+
 _COMMENT = re.compile(r"//[^\n]*|/\*.*?\*/")
 # A label, or an instruction up to its semicolon; directives (.loc, .reg) are none.
 _TOKEN = re.compile(r"^[ \t]*([$.\w]+):[ \t]*$|^[ \t{]*((?:@|[A-Za-z])[^;\n]*);", re.MULTILINE)
@@ -44,50 +46,21 @@ def blocks(text: str) -> list[Block]:
     return result
 
 
-def _reachable(code: list[Block], without: int) -> set[int]:
-    """Return the blocks that can be reached from the entry, not through block `without`."""
-    seen: set[int] = set()
-    ahead = [0]
-    while ahead:
-        if (number := ahead.pop()) not in seen and number != without:
-            seen.add(number)
-            ahead += code[number].successors
-    return seen
-
-
-def _ends(code: list[Block]) -> dict[int, int]:
-    """Return the postorder of a depth-first walk from the entry, by block."""
-    ends: dict[int, int] = {}
-    seen, path = {0}, [(0, iter(code[0].successors))]
-    while path:
-        number, ahead = path[-1]
-        following = next((each for each in ahead if each not in seen), None)
-        if following is None:
-            ends[number] = len(ends)
-            path.pop()
-        else:
-            seen.add(following)
-            path.append((following, iter(code[following].successors)))
-    return ends
-
-
 def inner_loops(code: list[Block]) -> list[set[int]]:
     """Return the blocks of each innermost natural loop (Aho, Sethi, Ullman: Compilers, 1986, 10.4), in text order."""
-    ends = _ends(code)
-    before: dict[int, set[int]] = {number: set() for number in ends}
-    for number in ends:
-        for successor in code[number].successors:
-            before[successor].add(number)
+    graph = nx.DiGraph()
+    graph.add_node(0)
+    graph.add_edges_from((number, each) for number, block in enumerate(code) for each in block.successors)
+    dominators = nx.immediate_dominators(graph, 0) | {0: 0}  # of the blocks that are reached
+
+    def dominates(head: int, number: int) -> bool:
+        while number not in (head, 0):
+            number = dominators[number]
+        return number == head
+
     loops: dict[int, set[int]] = {}
-    for tail in sorted(ends):
-        for head in code[tail].successors:
-            # Back in the walk, not in the text: a compiler may write a loop's head behind its end.
-            if ends[head] < ends[tail] or (head != tail and tail in _reachable(code, without=head)):
-                continue
-            body = loops.setdefault(head, {head})
-            ahead = [tail]
-            while ahead:
-                if (number := ahead.pop()) not in body:
-                    body.add(number)
-                    ahead += before[number]
+    for tail, head in graph.edges:
+        if tail in dominators and dominates(head, tail):
+            before = nx.ancestors(nx.restricted_view(graph, [head], []), tail) if tail != head else set()
+            loops.setdefault(head, {head, tail}).update({tail, *before} & dominators.keys())
     return [body for head, body in sorted(loops.items()) if not any(other in body for other in loops if other != head)]

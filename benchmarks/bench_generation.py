@@ -25,7 +25,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from benchmarks.competitors.generators import NAMES, loader_of, vary_output
+from benchmarks.competitors.generators import NAMES, gate_probabilities, loader_of, vary_output
 from benchmarks.competitors.known import require
 from benchmarks.competitors.tutorials import TutorialLanguageModel
 from benchmarks.harness.race import Contender, Race
@@ -139,9 +139,7 @@ def bench_writing(race: Race, size: str, competitor: str, d_model: int, batch: i
         load = loader_of(competitor, model, prompts, 1, count, Path(folder))
         with race.competitor():
             generate = load()
-            probable = _log_probability(model, prompts, generate())
-            race.gate("log probability", known, torch.maximum(known, probable), 1e-3)
-            race.gate_theirs("log probability", probable, torch.maximum(known, probable), 1e-3)
+            gate_probabilities(race, known, _log_probability(model, prompts, generate()))
             race(
                 f"{count} tokens behind {PROMPT}, batch {batch}, d{d_model} 6 layers",
                 Contender("fastformer", write, batch * count),

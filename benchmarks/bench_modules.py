@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 import fastformer
-from benchmarks.competitors.models import race_models
+from benchmarks.competitors.models import decoder_masks, padding_of, race_models
 from benchmarks.harness.lengths import typical_batch
 from benchmarks.harness.race import Race
 
@@ -34,19 +34,13 @@ class Input(NamedTuple):
 
     @property
     def target_masks(self) -> dict[str, Any]:
-        T = self.target.shape[1]
-        return {
-            "tgt_mask": torch.ones(T, T, dtype=torch.bool, device=self.target.device).triu(1),
-            "tgt_is_causal": True,
-            "tgt_key_padding_mask": self.target_padding,
-            "memory_key_padding_mask": self.source_padding,
-        }
+        return decoder_masks(self.target, self.source_padding, self.target_padding)
 
 
 def _input(device: torch.device) -> Input:
     batch = typical_batch("random")
     lengths = [each[:SENTENCES] for each in (batch.source_lengths, batch.target_lengths)]
-    paddings = [(torch.arange(int(each.max())) >= each[:, None]).to(device) for each in lengths]
+    paddings = [padding_of(each, device) for each in lengths]
     source, target = (torch.randn(*padding.shape, WIDTH, device=device) for padding in paddings)
     return Input(source, target, *paddings)
 

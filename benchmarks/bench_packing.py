@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 import fastformer
-from benchmarks.competitors.models import race_models
+from benchmarks.competitors.models import decoder_masks, padding_of, race_models
 from benchmarks.harness.lengths import typical_batch, uniform_lengths
 from benchmarks.harness.race import Race
 
@@ -29,11 +29,6 @@ TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2e-2}  # of the output at real
 # tokens has another gradient. Against fp64 (nn.Transformer d256 3+3, two seeds) torch's gradients are off by 2e-4 and
 # 5e-7, fastformer's by 7e-4 and 1e-4.
 GRADIENT_TOLERANCE = {torch.float32: 5e-3, torch.bfloat16: 5e-2}
-
-
-def _padding(lengths: Tensor, device: torch.device) -> Tensor:
-    """Return bool `[B, L]`, True at padding."""
-    return (torch.arange(int(lengths.max())) >= lengths[:, None]).to(device)
 
 
 def _race(
@@ -89,7 +84,7 @@ def bench_encoder(race: Race, size: str, norm_first: bool, dtype: str, share: fl
     longest = TINY_LONGEST if race.tiny else LONGEST
     layer = nn.TransformerEncoderLayer(width, width // HEAD, 4 * width, 0.1, batch_first=True, norm_first=norm_first)
     model = nn.TransformerEncoder(layer, layers, nn.LayerNorm(width) if norm_first else None).to(race.device)
-    padding = _padding(torch.from_numpy(uniform_lengths(SEQUENCES, longest, share)), race.device)
+    padding = padding_of(torch.from_numpy(uniform_lengths(SEQUENCES, longest, share)), race.device)
     x = torch.randn(SEQUENCES, longest, width, device=race.device)
     _race(
         race,
@@ -116,16 +111,9 @@ def bench_transformer(
     settings: dict[str, Any] = {"dropout": 0.1, "batch_first": True, "norm_first": norm_first}
     model = nn.Transformer(width, width // HEAD, layers, layers, 4 * width, **settings).to(race.device)
     batch = typical_batch(batches)
-    paddings = [_padding(lengths, race.device) for lengths in (batch.source_lengths, batch.target_lengths)]
+    paddings = [padding_of(lengths, race.device) for lengths in (batch.source_lengths, batch.target_lengths)]
     source, target = (torch.randn(*each.shape, width, device=race.device) for each in paddings)
-    T = target.shape[1]
-    masks = {
-        "tgt_mask": torch.ones(T, T, dtype=torch.bool, device=race.device).triu(1),
-        "src_key_padding_mask": paddings[0],
-        "tgt_key_padding_mask": paddings[1],
-        "memory_key_padding_mask": paddings[0],
-        "tgt_is_causal": True,
-    }
+    masks = {"src_key_padding_mask": paddings[0], **decoder_masks(target, *paddings)}
     _race(
         race,
         f"Transformer d{width} {layers}+{layers}, {'pre' if norm_first else 'post'}-norm, {batches} batches",

@@ -8,8 +8,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
+from benchmarks.harness.race import Race
 from fastformer.apps.export import export_ctranslate2
 from fastformer.apps.language.model import LanguageModel
 from fastformer.apps.pretrained import to_transformers
@@ -93,6 +94,13 @@ def _ctranslate2(
         return lambda: [result.sequences_ids[0] for result in generator.generate_batch(pieces, **options)]
 
     return load
+
+
+def gate_probabilities(race: Race, ours: Tensor, theirs: Tensor) -> None:
+    """Require that both sides' texts are as probable to the model as the better one; ties may be won by other words."""
+    best = torch.maximum(ours, theirs)
+    race.gate("best log probability", ours, best, 1e-3)
+    race.gate_theirs("log probability", theirs, best, 1e-3)
 
 
 @torch.no_grad()

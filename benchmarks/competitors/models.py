@@ -10,6 +10,21 @@ from torch import Tensor, nn
 from benchmarks.harness.race import Contender, Race, flat_gradients
 
 
+def padding_of(lengths: Tensor, device: torch.device) -> Tensor:
+    """Return bool `[B, L]`, True at padding."""
+    return (torch.arange(int(lengths.max())) >= lengths[:, None]).to(device)
+
+
+def decoder_masks(target: Tensor, source_padding: Tensor | None, target_padding: Tensor | None) -> dict[str, Any]:
+    """Return the masks of a decoder of torch.nn for a target `[B, T, D]`, True = ignore; None: nothing is padding."""
+    return {
+        "tgt_mask": torch.ones(target.shape[1], target.shape[1], dtype=torch.bool, device=target.device).triu(1),
+        "tgt_is_causal": True,
+        "tgt_key_padding_mask": target_padding,
+        "memory_key_padding_mask": source_padding,
+    }
+
+
 def race_models(
     race: Race,
     case: str,

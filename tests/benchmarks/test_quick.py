@@ -5,7 +5,6 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from torch import nn
 
 from benchmarks import (
     bench_decoding,
@@ -19,8 +18,6 @@ from benchmarks import (
 from benchmarks.competitors import generators
 from tests.benchmarks.races import broken, make_race, pytest_benchmarks
 
-WITHOUT_A_GPU_TORCHS_OWN = {"bench_layer_norm.py"}  # there the reference calls F.layer_norm and F.rms_norm
-
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 @pytest.mark.slow
@@ -29,7 +26,7 @@ def test_every_file_that_says_something_of_a_cpu_has_a_quick_case_there():
     assert found.returncode == 0, found.stdout + found.stderr
     cases = [line.removeprefix("benchmarks/") for line in found.stdout.splitlines() if "::" in line]
     files = {path.name for path in conftest.HERE.glob("bench_*.py")}
-    assert {case.partition("::")[0] for case in cases} == files - WITHOUT_A_GPU_TORCHS_OWN
+    assert {case.partition("::")[0] for case in cases} == files
 
 
 def collected(size, *marks):
@@ -121,11 +118,8 @@ def test_a_failing_export_is_no_result_of_ctranslate2(monkeypatch, race):
 
 
 @pytest.mark.parametrize(("theirs", "whose"), [(-25.0, "theirs"), (-20.01, None), (-15.0, "ours")])
-def test_the_less_probable_translation_is_wrong(theirs, whose, monkeypatch, race):
-    probable = torch.tensor([-10.0, theirs])
-    monkeypatch.setattr(bench_decoding, "_log_probabilities", lambda model, sources, targets: probable)
-    hypotheses = [bench_decoding.Hypothesis([1], score, score) for score in (-10.0, -20.0)]
+def test_the_less_probable_translation_is_wrong(theirs, whose, race):
     wrong = pytest.raises(pytest.fail.Exception, match="wrong, not timed: best log probability differs")
     with wrong if whose == "ours" else nullcontext():
-        bench_decoding._compare(race, nn.Identity(), [[1], [2]], hypotheses, [[1], [1]])
+        generators.gate_probabilities(race, torch.tensor([-10.0, -20.0]), torch.tensor([-10.0, theirs]))
     assert (race.fault or "").startswith("wrong: log probability is off by") == (whose == "theirs")

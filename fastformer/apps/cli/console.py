@@ -34,7 +34,7 @@ Output = Annotated[Path | None, typer.Option(help="file for the results; default
 Device = Annotated[
     str, typer.Option(help="auto, cpu, cuda, cuda:N, mps or xpu; auto takes a CUDA GPU where there is one")
 ]
-Checkpoint = Annotated[str, typer.Option(help="best, last, average or step-N; of several with commas, the mean")]
+Checkpoint = Annotated[str, typer.Option(help="best, last, average or step-N; several, with commas, are averaged")]
 
 
 def input_batches(

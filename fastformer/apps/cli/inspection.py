@@ -101,8 +101,8 @@ def compare(
     bootstrap: Annotated[
         int | None,
         whole_number(
-            "of translation runs: translate the first run's test data with all, and compare with the first run "
-            "by so many resamples of the sentences, such as 1000"
+            "of translation runs: compare translations of the first run's test data with those of the first run, "
+            "by this many resamples of the sentences, such as 1000"
         ),
     ] = None,
 ) -> None:

@@ -18,7 +18,7 @@ from fastformer.apps.train.processes import local_device
 
 _HOW = """Settings that are not given are chosen for the corpus, the budget and the speed of this machine, and printed.
 
-Ctrl-C saves, validates and ends; --resume carries on exactly there."""
+Ctrl-C saves, validates and ends; --resume continues exactly there."""
 
 
 @app.command(rich_help_panel=TRAIN)

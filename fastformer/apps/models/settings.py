@@ -91,7 +91,7 @@ class ModelSettings(Settings, kw_only=True):
     )
     embedding_initialisation: str | None = setting(
         None,
-        "of the embeddings, and of an output projection over the vocabulary that is not tied; unset: "
+        "values of new embeddings, and of an output projection over the vocabulary that is not tied; unset: "
         "embeddings with deviation 1/sqrt(d_model), the projection as the other matrices",
         choices=get_args(Initialisation),
     )

@@ -75,7 +75,7 @@ def warn_without_spaces(tokenizer: str, references: Sequence[str]) -> None:
     letters = len(_LETTER_WITHOUT_SPACES.findall(text))
     if tokenizer in _NEEDS_SPACES and 2 * letters > len(_LETTER.findall(text)):
         logger.warning(
-            "BLEU says nothing of these references: its tokenizer %s splits words at spaces, and their script has "
+            "BLEU is meaningless for these references: its tokenizer %s splits words at spaces, and their script has "
             "none; choose another, such as bleu_tokenizer zh or char, or state the target_language",
             tokenizer,
         )

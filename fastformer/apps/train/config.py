@@ -24,13 +24,13 @@ class TrainConfig(Settings):
     )
     eps: float = setting(1e-9, "Adam's term that avoids division by zero", above=0, only={"optimizer": _ADAM})
     momentum: float = setting(0.9, "momentum of steps", at_least=0, below=1, only={"optimizer": "sgd"})
-    weight_decay: float = setting(0.0, "weight decay of matrices (biases and norms are left alone)", at_least=0)
+    weight_decay: float = setting(0.0, "weight decay of matrices (biases and norms have none)", at_least=0)
     schedule: str = setting("inverse_sqrt", "learning-rate schedule", choices=SCHEDULES, fixed=True)
     warmup_steps: int = setting(4000, "steps of linear rise to the peak learning rate", at_least=0)
     min_lr: float = setting(0.0, "lowest learning rate", at_least=0, at_most="lr", only={"schedule": SCHEDULES[1:]})
     plateau_factor: float = setting(0.5, "factor of one reduction", above=0, below=1, only={"schedule": "plateau"})
     plateau_patience: int = setting(
-        2, "validations without a lower loss to accept", at_least=0, only={"schedule": "plateau"}
+        2, "validations in a row without a lower loss that change nothing", at_least=0, only={"schedule": "plateau"}
     )
     plateau_divisor: float = setting(4.0, "divisor of one reduction", above=1, only={"schedule": "divide_on_plateau"})
     label_smoothing: float = setting(0.1, "probability mass spread over all words", at_least=0, below=1)
@@ -40,12 +40,12 @@ class TrainConfig(Settings):
     epochs: int | None = setting(None, "end after this many passes over the data", at_least=1)
     minutes: float | None = setting(
         None,
-        "end after this many minutes, validations included; one that would take over a tenth is made smaller",
+        "end after this many minutes, validations included; one that would take over a tenth scores fewer examples",
         above=0,
     )
     clock: str = setting(
         "wall",
-        "what minutes counts: wall, or cpu: time of the processor, on a busy machine",
+        "clock of minutes: wall; or cpu, the time of the processor, for a busy machine",
         choices=("wall", "cpu"),
         fixed=True,
     )
@@ -84,7 +84,7 @@ class TrainConfig(Settings):
     )
     parallel: str = setting(
         "ddp",
-        "torchrun: ddp, every process holds the model; fsdp: its part of it",
+        "under torchrun: ddp, each process holds the whole model; fsdp, each holds a part",
         choices=("ddp", "fsdp"),
         only={"processes": "several processes"},
     )

@@ -184,7 +184,7 @@ def _read_positions(model: Any, arguments: dict[str, Any]) -> Packed | Tensor | 
     if numbers is None:
         return None
     if identity(model) not in tested_classes():
-        _refuse(model, "no test has shown that its class does")
+        _refuse(model, "its class was not tested for that")
     if arguments.get("encoder_hidden_states") is not None:
         _refuse(model, "it attends to an encoder's states too")
     if not _is_empty(arguments.get("past_key_values")):

@@ -1,7 +1,7 @@
 """Inference on a CPU: weights in the order that matrix products read fastest, and one-token decoding.
 
-`pack_weights` copies large fp32 weights into oneDNN's blocks: 4 to 128 rows then take a third to nine tenths of MKL's
-time on an AMD CPU. Small weights are stored by columns, which products with one row also read where D > K.
+`pack_weights` stores fp32 weights by columns, and copies large ones into oneDNN's blocks too: 4 to 128 rows then take a
+third to nine tenths of MKL's time on an AMD CPU. Products of a large weight with one row read its columns where D > K.
 
 `one_token` runs an unmodified layer as its `compose` does, by a few of torch's ops without the checks that take a
 seventh of the time (6 layers of width 512).

@@ -3,7 +3,7 @@
 A run folder describes itself, so that its path suffices to resume, evaluate or use the run:
 
     config.toml      [run] the kind, [data] [model] [train]: every setting, defaults and chosen ones included
-    data.json        counts and fingerprints of the data; a resumed run, and evaluate, must find equal ones
+    data.json        counts and fingerprints of the data; a resumed run must find equal ones
     tokenizer/       one tokenizer, or one in a folder for each side
     checkpoints/     weights as safetensors, resumable state
     metrics.jsonl    losses, speed, validation scores; metrics.csv the same

@@ -98,13 +98,17 @@ def plot_history(histories: Mapping[str, Sequence[Record]]) -> "Figure":
             for kind, style in styles.items():
                 points = [(x["step"], x[name]) for x in records if x.get("kind") == kind and name in _plottable(x)]
                 if points:
-                    (lines[f"{run}, {kind}"],) = axes.plot(*zip(*points, strict=True), color=f"C{number}", **style)
+                    (lines[f"{kind}: {run}"],) = axes.plot(*zip(*points, strict=True), color=f"C{number}", **style)
         low, high = axes.dataLim.intervaly
         if name == "perplexity" and high > 2 * low > 0:  # a logarithmic axis of a shorter range has no numbers
             axes.set_yscale("log")
         axes.set(xlabel="optimiser step", ylabel=_LABELS.get(name, f"validation {name}"))
         axes.grid(alpha=0.25)
-    figure.legend(list(lines.values()), list(lines), loc="outside lower center", frameon=False, fontsize="small")
+    legend = figure.legend(
+        list(lines.values()), list(lines), loc="outside lower center", frameon=False, fontsize="small"
+    )
+    for text in legend.get_texts():
+        text.set_parse_math(False)
     return figure
 
 

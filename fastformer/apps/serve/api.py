@@ -27,6 +27,7 @@ from fastformer.settings import check_value
 CHARACTERS = 5000  # of a text
 SECONDS = 60.0  # of a request
 MOST = {"beam": 16, "max_length": 512, "max_new_tokens": 512}  # values of settings
+_OF_THE_PROCESS = ("cuda_graphs",)  # settings that a request may not give
 _MOST_BYTES = 12 * CHARACTERS + 10_000  # of a request; a character takes up to 12 as JSON: \\ud83d\\ude00
 _PAGE = Path(__file__).with_name("page.html")
 _POLICY = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; connect-src 'self'; img-src data:"
@@ -69,6 +70,7 @@ class Api:
                 "bounds": {name: x for name, x in item.metadata["bounds"].items() if not isinstance(x, str)},
             }
             for item, hint in declared(self.model.settings)
+            if item.name not in _OF_THE_PROCESS
         ]
         about = {"run": self.name, "action": self.model.action, "stream": self.model.stream is not None}
         limits = {"characters": CHARACTERS, "seconds": SECONDS, **MOST}
@@ -165,6 +167,8 @@ def _text(body: dict[str, Any]) -> str:
 
 def _options(settings: type[Settings], values: dict[str, Any]) -> Any:
     """Return the settings of a request; raise ValueError for one that is unknown, too large or without effect."""
+    if given := [name for name in _OF_THE_PROCESS if name in values]:
+        raise ValueError(f"{given[0]} cannot be set by a request")
     options = settings(**values)
     refuse_idle({"": values}, {"": options})
     limits = {name: most for name, most in MOST.items() if hasattr(options, name)}

@@ -58,7 +58,7 @@ def labels_of(axis) -> list[str]:
 
 
 def test_history_has_a_panel_for_every_value_and_a_line_for_every_run():
-    figure = plot_history({"small": [*TRAIN, *VALIDATION], "large": TRAIN})
+    figure = plot_history({"$5 or $6": [*TRAIN, *VALIDATION], "_large": TRAIN})  # a formula, a hidden name
     labels = [axes.get_ylabel() for axes in figure.axes]
     assert labels == [
         "loss (nats per token)", "validation perplexity", "validation BLEU (percent)", "validation exact",
@@ -70,8 +70,9 @@ def test_history_has_a_panel_for_every_value_and_a_line_for_every_run():
     assert len({line.get_color() for line in loss.lines}) == 2
     assert perplexity.get_yscale() == "log"
     assert list(bleu.lines[0].get_ydata()) == [11.0, 22.0]
-    shown = [text.get_text() for text in figure.legends[0].get_texts()]
-    assert shown == ["small, train", "small, validation", "large, train"]
+    names = figure.legends[0].get_texts()
+    assert [name.get_text() for name in names] == ["train: $5 or $6", "validation: $5 or $6", "train: _large"]
+    assert not any(name.get_parse_math() for name in names)
     with pytest.raises(ValueError, match="nothing to plot"):
         plot_history({"run": []})
 

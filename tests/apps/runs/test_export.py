@@ -185,8 +185,12 @@ def test_exports_of_before_the_defaults_changed_come_back(tmp_path):
         old.check_architecture(dataclasses.replace(model.config, norm="rms"))
 
 
-def test_mistakes_leave_nothing_behind(tmp_path):
+def test_mistakes_leave_nothing_behind(tmp_path, monkeypatch):
     model = translation_model()
+    (tmp_path / "current").mkdir()
+    monkeypatch.chdir(tmp_path / "current")
+    with pytest.raises(FileExistsError, match="current is the folder that you are in, and would be replaced"):
+        export_safetensors(".", model, TOKENIZERS)
     (tmp_path / "full").mkdir()
     (tmp_path / "full" / "mine").write_text("x")
     for export in (export_safetensors, export_ctranslate2):
@@ -196,7 +200,7 @@ def test_mistakes_leave_nothing_behind(tmp_path):
         export_ctranslate2(tmp_path / "x", model, TOKENIZERS, "int4")
     with pytest.raises(ValueError, match="tokenizers"):
         export_safetensors(tmp_path / "x", model, TOKENIZERS[:1])
-    assert [path.name for path in tmp_path.iterdir()] == ["full"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["current", "full"]
 
 
 def test_damaged_exports_are_refused_by_name(tmp_path):

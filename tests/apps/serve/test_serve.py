@@ -101,6 +101,7 @@ def test_labels_are_sorted_and_attention_rows_sum_to_one(runs):
         ({"text": "w1", "beem": 2}, 400, "did you mean 'beam'"),
         ({"text": "w1", "beam": 99}, 400, "beam must be at most 16, not 99"),
         ({"text": "w1", "max_length": 513}, 400, "max_length must be at most 512"),
+        ({"text": "w1", "cuda_graphs": True}, 400, "cuda_graphs cannot be set by a request"),
         ({"text": "w1", "beam": 1, "n_best": 1}, 400, "n_best has an effect only with a beam above 1"),
         ({"text": "w1", "stream": True}, 400, "stream is for language models"),
         ({"text": "w" * 5001}, 413, "5,001 characters; at most 5,000"),
@@ -188,7 +189,9 @@ def test_ctrl_c_ends_the_command_and_a_used_port_is_one_line(runs):
     line = process.stdout.readline()
     address = line.split()[3]
     assert line == f"Serving translation at {address} (Ctrl-C ends)\n"
-    assert json.loads(request(address, "/api/model")[1])["action"] == "translate"
+    model = json.loads(request(address, "/api/model")[1])
+    assert model["action"] == "translate"
+    assert "cuda_graphs" not in {each["name"] for each in model["settings"]}
     second = fastformer("serve", "--run", "translation", "--port", address.rpartition(":")[2], cwd=runs)
     assert second.returncode == 2
     assert "cannot listen at 127.0.0.1" in second.stderr

@@ -4,9 +4,14 @@ import functools
 import gzip
 import importlib
 import importlib.util
+import io
 import re
+import runpy
 import shutil
+import sys
 import tomllib
+import warnings
+from contextlib import redirect_stdout
 from pathlib import Path
 
 import pytest
@@ -26,6 +31,7 @@ from tests.support.python import python
 # What a page's training gets besides its own flags: a model and a budget for a test. The later of two flags counts.
 SMALL = "--d-model 16 --heads 2 --feed-forward 32 --steps 2 --warmup-steps 1 --precision fp32 --device cpu --threads 1"
 SMALL_TRANSLATION = f"{SMALL} --encoder-layers 1 --decoder-layers 1 --vocabulary 100 --bleu-sentences 2"
+HELD_OUT = "--valid-size 9 --test-size 9"  # where both are split from the training pairs
 SMALL_LANGUAGE = f"{SMALL} --layers 1 --vocabulary 300"
 SMALL_CLASSIFIER = f"{SMALL} --layers 1 --vocabulary 100"
 FINE_TUNED = "--steps 2 --warmup-steps 1 --device cpu --threads 1 --bleu-sentences 2"
@@ -64,11 +70,12 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with the files, the data sets and the runs that the pages speak of, all of them tiny."""
     folder = tmp_path_factory.mktemp("documents")
     shutil.copytree(ROOT / "recipes", folder / "recipes")
+    published_files(folder / "FOLDER")
     with pytest.MonkeyPatch.context() as patch:
-        published_files(folder / "FOLDER", patch)
+        accept_few_lines(patch)
         for dataset in ("multi30k", "wikitext2"):
             succeed(["data", dataset, "--from", "FOLDER"], folder)
-    pairs = number_corpus("fr", 1100, 1, 1)[0]
+    pairs = number_corpus("fr", 320, 1, 1)[0]
     if importlib.util.find_spec("transformers"):
         write_marian_folder(folder / "opus-mt-en-fr", pairs.take(range(300), "train"))
     characters = ["".join(chr(0x4E00 + ord(letter) % 32) for letter in line) for line in pairs.target]
@@ -90,20 +97,26 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def published_files(folder: Path, patch: pytest.MonkeyPatch) -> None:
-    """Files named as those of Multi30k and WikiText-2 are, with a few lines, which count as all there are."""
-    folder.mkdir(exist_ok=True)
-    patch.setattr(datasets, "_MULTI30K_LINES", {split: count for split, (_, count) in MULTI30K.items()})
+TEXT = [line for i in range(4) for line in ("", f" = Heading {i} = ", "", *["the cat sat on the mat"] * 5)]
+
+
+def published_files(folder: Path) -> None:
+    """Write files named as those of Multi30k and WikiText-2 are, with a few lines."""
+    folder.mkdir()
     for name, count in MULTI30K.values():
         for language in ("de", "fr"):
             pairs = number_corpus(language, (count + 1) // 2, 1, 1)[0]
             for suffix, lines in (("en", pairs.source), (language, pairs.target)):
                 twice = [*lines, *lines][:count]  # so that some words are not rare
                 (folder / f"{name}.{suffix}.gz").write_bytes(gzip.compress("\n".join(twice).encode() + b"\n"))
-    text = [line for i in range(4) for line in ("", f" = Heading {i} = ", "", *["the cat sat on the mat"] * 5)]
     for split in MULTI30K:
-        write_lines(folder / f"wiki.{split}.tokens", text)
-    count = sum(len(line.split()) + 1 for line in text)
+        write_lines(folder / f"wiki.{split}.tokens", TEXT)
+
+
+def accept_few_lines(patch: pytest.MonkeyPatch) -> None:
+    """Count the lines of `published_files` as all that there are."""
+    patch.setattr(datasets, "_MULTI30K_LINES", {split: count for split, (_, count) in MULTI30K.items()})
+    count = sum(len(line.split()) + 1 for line in TEXT)
     patch.setattr(datasets, "_WIKITEXT_TOKENS", dict.fromkeys(MULTI30K, count))
 
 
@@ -124,9 +137,9 @@ def test_every_block_runs(path: Path, place: Path, tmp_path: Path, monkeypatch: 
             pytest.importorskip(module)
     folder = tmp_path / "page"
     shutil.copytree(place, folder)
-    published_files(folder / "FOLDER", monkeypatch)
+    accept_few_lines(monkeypatch)
     # Of so many characters, whatever is asked for.
-    monkeypatch.setattr(language_run, "docstring_corpora", lambda size: docstring_corpora(300_000))
+    monkeypatch.setattr(language_run, "docstring_corpora", lambda size: docstring_corpora(100_000))
     monkeypatch.chdir(folder)
     names: dict = {"__name__": "__main__"}
     for block in blocks(markdown):
@@ -153,7 +166,7 @@ def run_command(command: list[str], folder: Path) -> None:
         case "fastformer", ["demo"]:
             assert has_test("fastformer demo")
         case "fastformer", ["serve", *options]:  # until it is interrupted
-            check_options(options, help_of("fastformer", "serve"))
+            check_options(options, succeed(["serve", "--help"], folder))
         case "fastformer", ["train", *_]:
             train(arguments, folder)
         case "fastformer", ["data", name, *_]:  # which the reader has not prepared yet
@@ -162,7 +175,7 @@ def run_command(command: list[str], folder: Path) -> None:
         case "fastformer", _:
             succeed(arguments, folder)
         case "pytest", _:
-            check_options(arguments, help_of("pytest", "benchmarks" if "benchmarks" in arguments else "tests"))
+            check_options(arguments, help_of_pytest())
             assert all((ROOT / name).exists() for name in arguments if re.match(r"(tests|benchmarks)\b", name))
         case "python", ["-m", "benchmarks.host"]:
             assert "\nembedding, and backward" in host_times("--only", "embedding")
@@ -189,10 +202,15 @@ def train(arguments: list[str], folder: Path) -> None:
         return
     shutil.rmtree(folder / arguments[arguments.index("--run") + 1], ignore_errors=True)
     if "--from" in arguments:  # the model is small already
-        succeed([*arguments, *FINE_TUNED.split()], folder)
+        succeed([*arguments, *FINE_TUNED.split(), *held_out_of(arguments)], folder)
         return
     small = {"lm": SMALL_LANGUAGE, "classify": SMALL_CLASSIFIER}.get(arguments[1], SMALL_TRANSLATION)
-    succeed([*arguments, *small.split()], folder)
+    succeed([*arguments, *small.split(), *held_out_of(arguments)], folder)
+
+
+def held_out_of(arguments: list[str]) -> list[str]:
+    splits = "--train-source" in arguments and "--valid-source" not in arguments
+    return HELD_OUT.split() if splits else []
 
 
 def has_test(command: str) -> bool:
@@ -214,8 +232,18 @@ def host_times(*arguments: str) -> str:
 
 
 @functools.cache
-def help_of(module: str, *arguments: str) -> str:
-    return python("-m", module, *arguments, "--help").stdout
+def help_of_pytest() -> str:
+    return python("-m", "pytest", "tests", "benchmarks", "--help").stdout
+
+
+def help_of(module: str) -> str:
+    """Return what `python -m MODULE --help` prints, run in this process."""
+    printed = io.StringIO()
+    with pytest.MonkeyPatch.context() as patch, redirect_stdout(printed), warnings.catch_warnings(action="ignore"):
+        patch.setattr(sys, "argv", [module, "--help"])
+        with pytest.raises(SystemExit):
+            runpy.run_module(module, run_name="__main__")
+    return printed.getvalue()
 
 
 def check_extras(words: list[str]) -> None:

@@ -43,9 +43,11 @@ WITHOUT_IT = """
 sys.modules["fastformer"] = sys.modules["fastformer_kernels"] = None  # an import of either raises
 """
 BESIDE_IT = """
+del sys.modules["fastformer"], sys.modules["fastformer_kernels"]
 import fastformer
 with fastformer.backend("triton"):
-    fastformer.functional.layer_norm(torch.ones(2, 16), (16,))
+    assert_close(fastformer.functional.layer_norm(q, (16,)), F.layer_norm(q, (16,)))
+    assert_close(compiled(x), F.layer_norm(x, (16,)))
 """
 USE = """
 model = nn.TransformerEncoder(nn.TransformerEncoderLayer(16, 2, 32, dropout=0.0, batch_first=True), 2)
@@ -69,24 +71,19 @@ assert all(hasattr(getattr(torch.ops, library.__name__), name) for name in launc
 """
 
 
-def run(program: str, variant: Path, cwd: Path) -> None:
-    program = HEAD + f"variant = pathlib.Path({str(variant)!r})\n" + program
-    done = subprocess.run([sys.executable, "-c", program], cwd=cwd, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-
-
 @pytest.fixture(scope="module")
 def variant(tmp_path_factory):
     return write(tmp_path_factory.mktemp("hub"))
 
 
-@pytest.mark.parametrize("around", [WITHOUT_IT, BESIDE_IT], ids=["without the installed one", "beside it"])
 @pytest.mark.parametrize("loader", LOADERS)
-def test_loads_and_computes(loader, around, variant, tmp_path, monkeypatch):
+def test_loads_and_computes_without_the_installed_package_and_beside_it(loader, variant, tmp_path, monkeypatch):
     if loader == "kernels" and (THEIRS is None or THEIRS.origin is None):  # a folder of that name is none of theirs
         pytest.skip("needs Hugging Face's kernels package (make kernel-hub)")
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join(filter(None, map(os.path.abspath, sys.path))))
-    run(around + LOADERS[loader] + USE, variant, tmp_path)
+    program = "".join((HEAD, f"variant = pathlib.Path({str(variant)!r})", WITHOUT_IT, LOADERS[loader], USE, BESIDE_IT))
+    done = subprocess.run([sys.executable, "-c", program], cwd=tmp_path, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
 
 
 def test_imports_nothing_of_fastformer_by_name(variant):

@@ -12,7 +12,8 @@ from fastformer.apps.cli.console import MAIN_RUN, Checkpoint, Device, RunFolder,
 from fastformer.apps.cli.options import INSPECT, App, whole_number
 from fastformer.apps.models.embeddings import sinusoidal_positions
 from fastformer.apps.plots.figure import check_png
-from fastformer.apps.runs.folder import config_of, read_kind, read_toml, refuse_output
+from fastformer.apps.runs.folder import DATA, config_of, read_kind, read_toml, refuse_output
+from fastformer.apps.text.files import read_json
 from fastformer.apps.train import read_metrics
 from fastformer.apps.train.metrics import JSONL, LOWER_IS_BETTER
 from fastformer.settings import check_value
@@ -122,6 +123,8 @@ def compare(
     for name, values in (_rows(results) | differing).items():
         table.add_row(name, *map(_formatted, values))
     console.print(table)
+    if any(name.startswith("text.") for name in differing):
+        console.print("The runs differ in text or tokens: their losses and perplexities do not compare.")
     if bootstrap is not None:
         for score in application_function(runs[0], "compare_systems", {})(runs, bootstrap):
             p_value = "" if score.p_value is None else f"  p = {score.p_value:.4f}"
@@ -134,9 +137,13 @@ def _records(run: Path) -> list[dict[str, Any]]:
 
 
 def _settings(run: Path) -> dict[str, Any]:
-    """Return all of config.toml as "section.key"."""
+    """Return all of config.toml as "section.key", and the checksums of the encoded text."""
     sections = {name: values for name, values in read_toml(config_of(run)).items() if isinstance(values, dict)}
-    return {f"{section}.{name}": value for section in sections for name, value in sections[section].items()}
+    settings = {f"{section}.{name}": value for section in sections for name, value in sections[section].items()}
+    report = read_json(path) if (path := config_of(run).parent / DATA).is_file() else {}
+    return settings | {
+        f"text.{name}": str(report[name])[:8] for name in ("fingerprint", "validation") if name in report
+    }
 
 
 def _results(records: list[dict[str, Any]], settings: dict[str, Any]) -> dict[str, Any]:

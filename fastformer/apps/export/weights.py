@@ -44,12 +44,10 @@ def export_safetensors(
 def export_folder(folder: Path | str) -> Iterator[Path]:
     """Yield a temporary folder, which is renamed to `folder` when the block ends.
 
-    Raises FileExistsError if the folder has files, or is the current one.
+    Raises FileExistsError if the folder has files, and the errors of `new_folder`.
     """
     folder = Path(folder).resolve()
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise FileExistsError(f"{folder} exists already; choose another folder")
-    if folder == Path.cwd():
-        raise FileExistsError(f"{folder} is the folder that you are in, and would be replaced; choose another")
     with new_folder(folder) as temporary:
         yield temporary

@@ -107,7 +107,12 @@ def synchronise(path: Path) -> None:
 
 @contextmanager
 def new_folder(folder: Path) -> Iterator[Path]:
-    """Yield a hidden folder that is renamed to `folder`, new or empty, when the block ends; removed if it raises."""
+    """Yield a hidden folder that is renamed to `folder`, new or empty, when the block ends; removed if it raises.
+
+    Raises FileExistsError for the current folder: the user's shell would be left in the removed one.
+    """
+    if folder.resolve() == Path.cwd():
+        raise FileExistsError(f"{folder} is the folder that you are in, and would be replaced; choose another")
     temporary = folder.with_name(f".{folder.name}.tmp")
     shutil.rmtree(temporary, ignore_errors=True)  # left by a killed process
     temporary.mkdir(parents=True)

@@ -41,6 +41,8 @@ def folder(tmp_path: Path) -> Path:
         (tmp_path / name / "config.toml").write_text(f"[train]\nmetric = '{name}'\nlr = 0.5\n")
         if name != "begun":
             (tmp_path / name / "metrics.jsonl").write_text(RECORDS)
+            data = {"fingerprint": name, "validation": "equal", "training": name}
+            (tmp_path / name / "data.json").write_text(json.dumps(data))
     return tmp_path
 
 
@@ -50,14 +52,17 @@ def test_compare_prints_the_best_validation_by_the_metric_of_each_run_and_the_se
     """Lower is better for losses only; the last validation is shown if none has the metric."""
     done = fastformer("compare", *BEST, cwd=folder)
     assert done.returncode == 0, done.stderr
-    names, *lines = [line.strip().rsplit(maxsplit=len(BEST)) for line in done.stdout.splitlines()]
+    *printed, remark = done.stdout.splitlines()
+    assert remark == "The runs differ in text or tokens: their losses and perplexities do not compare."
+    names, *lines = [line.strip().rsplit(maxsplit=len(BEST)) for line in printed]
     assert names == list(BEST)
     rows = {name: values for name, *values in lines}
     assert rows["best validation at step"] == [*BEST.values()]
     assert rows["steps"] == ["7", "7", "7", "7", "–"]
     assert rows["bleu_signature"] == ["tok:zh", "tok:zh", "tok:13a", "–", "–"]
     assert rows["train.metric"] == names
-    assert "train.lr" not in rows
+    assert rows["text.fingerprint"] == [name[:8] for name in names[:-1]] + ["–"]
+    assert not {"train.lr", "text.training"} & rows.keys()
 
 
 def test_the_maps_of_a_sentence_carry_its_tokens_and_its_weights(runs: Path) -> None:

@@ -108,7 +108,7 @@ def test_of_two_commands_on_a_new_folder_one_trains(
     assert trained[0].step == 1
 
 
-def test_a_dataset_takes_only_a_new_or_an_empty_folder(tmp_path: Path) -> None:
+def test_a_dataset_takes_only_a_new_or_an_empty_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for language in ("fr", "en"):
         (tmp_path / f"europarl-v7.fr-en.{language}").write_text("".join(f"a sentence {i}\n" for i in range(6100)))
     prepare("europarl", tmp_path, tmp_path / "prepared")
@@ -117,6 +117,10 @@ def test_a_dataset_takes_only_a_new_or_an_empty_folder(tmp_path: Path) -> None:
         with pytest.raises(ValueError, match="is not empty; choose an empty folder or a new one"):
             prepare("europarl", tmp_path, target)
         assert contents(target) == before
+    (tmp_path / "current").mkdir()
+    monkeypatch.chdir(tmp_path / "current")
+    with pytest.raises(FileExistsError, match="is the folder that you are in, and would be replaced"):
+        prepare("europarl", tmp_path, ".")
 
 
 @pytest.mark.parametrize("name", ["../outside", "/etc/passwd", "tensors/../../outside"])

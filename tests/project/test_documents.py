@@ -300,16 +300,6 @@ def test_the_design_names_every_package() -> None:
     assert folders <= named
 
 
-def test_every_version_of_python_that_we_name_runs_the_tests() -> None:
-    with (ROOT / "pyproject.toml").open("rb") as file:
-        project = tomllib.load(file)["project"]
-    named = [each.rpartition(" ")[2] for each in project["classifiers"] if re.search(r":: Python :: 3\.\d+$", each)]
-    workflow = (ROOT / ".github" / "workflows" / "ci.yml").read_text(encoding="utf-8")
-    assert named == sorted(set(re.findall(r'"(3\.\d+)"', workflow)))
-    assert project["requires-python"] == f">={named[0]}"
-    assert re.search(r"^ +- run: \.ci/run$", workflow, re.M)
-
-
 def test_the_readme_is_short() -> None:
     """150 lines with the table of one machine, which `benchmarks.report` writes; tables of others may come."""
     before, _, rest = (ROOT / "README.md").read_text(encoding="utf-8").partition(BEGIN)

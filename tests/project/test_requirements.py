@@ -57,11 +57,3 @@ def test_each_file_of_the_lock_has_a_hash() -> None:
     assert len(entries) == len(pins("requirements.lock")) > 80
     for entry in entries:
         assert re.fullmatch(r"[^\\]+ \\\n( +--hash=sha256:[0-9a-f]{64}( \\\n)?)+", entry), entry
-
-
-def test_torch_is_installed_without_dependencies() -> None:
-    workflow = (ROOT / ".github" / "workflows" / "ci.yml").read_text(encoding="utf-8")
-    with_hashes = workflow.partition("\n  systems:")[0]  # the lock is for Linux; other systems have no hashes
-    installed = re.findall(r"pip install (.*)", with_hashes)
-    assert installed
-    assert all("--no-deps" in each for each in installed)

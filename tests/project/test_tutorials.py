@@ -19,9 +19,8 @@ from fastformer.apps.language import (
     SamplingOptions,
 )
 from fastformer.apps.models import sinusoidal_positions
-from fastformer.apps.text import ColumnBatches, encode_lines, open_text_dataset
 from fastformer.apps.train import TrainConfig
-from fastformer.apps.translation import DataConfig, SearchOptions, TranslationConfig, TranslationModel, TranslationRun
+from fastformer.apps.translation import DataConfig, SearchOptions, TranslationConfig, TranslationModel
 from tests.project.tutorial_models import (
     PAGES,
     EncoderDecoder,
@@ -30,8 +29,6 @@ from tests.project.tutorial_models import (
     defined,
     drawn,
     hidden_is_true,
-    prepared,
-    python_of,
     sentences,
 )
 from tests.support.closeness import assert_close
@@ -183,35 +180,6 @@ def test_wikitext2(final_norm):
     assert_close(found[:, : len(known)].contiguous(), expected)
     assert found[:, len(known) :].exp().max() == 0  # <pad> and <bos> are never predicted
     assert torch.equal(hidden(mask), ahead(7))
-
-
-@pytest.mark.slow
-def test_figures_of_the_real_translation_data(tmp_path, monkeypatch, capsys):
-    """What two pages say their lines print."""
-    pytest.importorskip("sacrebleu")
-    dataset = prepared("multi30k")
-    data = DataConfig(str(dataset), target="fr", tokenizer="unigram", vocabulary=8000, joint=False, max_length=200)
-    run = TranslationRun.create(tmp_path / "run", data, {}, TrainConfig(steps=1))
-    exec(python_of("attention-french")[-1], {"run": run})
-    assert f"```text\n{capsys.readouterr().out}```" in (PAGES / "attention-french.md").read_text(encoding="utf-8")
-    (tmp_path / "data").mkdir()
-    (tmp_path / "data" / "multi30k").symlink_to(dataset)
-    monkeypatch.chdir(tmp_path)
-    names: dict = {}
-    for program in python_of("multi30k"):
-        exec(compile(program, "multi30k.md", "exec"), names)
-    (said,) = re.findall(r"prints `(.*?)`", (PAGES / "multi30k.md").read_text(encoding="utf-8"))
-    assert said in capsys.readouterr().out
-
-
-def test_columns_of_the_real_text():
-    """2,984 windows an epoch, each word after the first of its column predicted once."""
-    train = open_text_dataset(prepared("wikitext2"))[0]
-    (tokenizer,) = defined("wikitext2", "tokenizer")
-    words = sorted({word for line in train.lines for word in line.split()} | {"<eos>", "<unk>"})
-    batches = ColumnBatches(encode_lines([train.lines], tokenizer(words)), columns=20, context=35)
-    assert batches.table.shape == (20, 2_088_628 // 20)
-    assert batches.batches_in(0) == 2_984
 
 
 SETTINGS = {

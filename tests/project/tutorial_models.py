@@ -9,10 +9,8 @@ import math
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
-import pytest
 import torch
 from torch import Tensor, nn
 
@@ -35,14 +33,6 @@ def python_of(page: str) -> list[str]:
     """The Python blocks of a page, in order."""
     text = (PAGES / f"{page}.md").read_text(encoding="utf-8")
     return [block.text for block in blocks(text) if block.language == "python"]
-
-
-def prepared(name: str) -> Path:
-    """The folder where `fastformer data` put a data set; without it the test is skipped."""
-    folder = ROOT / "data" / name
-    if not folder.is_dir():
-        pytest.skip(f"no data/{name}: `fastformer data {name} --from FOLDER` makes it")
-    return folder
 
 
 class UnbiasedNorm(nn.Module):

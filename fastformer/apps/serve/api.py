@@ -167,8 +167,8 @@ def _text(body: dict[str, Any]) -> str:
 
 def _options(settings: type[Settings], values: dict[str, Any]) -> Any:
     """Return the settings of a request; raise ValueError for one that is unknown, too large or without effect."""
-    if given := [name for name in _OF_THE_PROCESS if name in values]:
-        raise ValueError(f"{given[0]} cannot be set by a request")
+    if refused := [name for name in _OF_THE_PROCESS if name in values]:
+        raise ValueError(f"{refused[0]} cannot be set by a request")
     options = settings(**values)
     refuse_idle({"": values}, {"": options})
     limits = {name: most for name, most in MOST.items() if hasattr(options, name)}

@@ -65,12 +65,6 @@ def test_positions_do_not_drown_words():
 # Masks
 
 
-def attention_weights(q, k, mask):
-    out, weights = functional.attention_with_weights(q, k, k, mask)
-    torch.testing.assert_close(out, weights @ k)
-    return weights
-
-
 def test_masks_hide_keys_and_weights_sum_to_one_over_them():
     """Faults: the mask on the query axis, -1e-12 for what is hidden, softmax over the queries."""
     torch.manual_seed(0)

@@ -64,7 +64,7 @@ def session(stopwatch: Stopwatch, pytestconfig: pytest.Config) -> Iterator[tuple
     record = Record({} if path is None else environment.facts(stopwatch.device), path)
     pytestconfig.stash[_RECORD] = record
     yield stopwatch, ceilings, record
-    record.close(ceilings.measured())
+    record.close(ceilings.rates)
 
 
 @pytest.fixture

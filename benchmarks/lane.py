@@ -51,7 +51,7 @@ PLAN: dict[str, dict[str, float]] = {
         "cross_entropy": 71,  # up to 5 TFLOP in fp64, and calls of up to 50 ms
         "ops-compiled": 230,
     },
-    "positions": {"embedding": 20, "rotary": 22, "positions-compiled": 25},
+    "positions": {"positions": 42, "positions-compiled": 25},
     "training": {
         "attention": 235,  # 320 cases up to 16k tokens, 40 kernels
         "training_step": 120,  # steps of 20 to 60 ms of host time, captures, profiles

@@ -135,8 +135,9 @@ def main(argv: list[str] | None = None) -> int:
     if "TRITON_PTXAS_PATH" in os.environ:
         version += f" with ptxas {triton.knobs.nvidia.ptxas.version}"
 
-    cases, faults = find_cases(options.cases)
+    cases = find_cases(options.cases)
     rows: list[Row] = []
+    faults: list[str] = []
     for arch in dict.fromkeys(options.arch):
         rows_of_arch, raised = record(cases, arch)
         rows, faults = rows + rows_of_arch, faults + raised

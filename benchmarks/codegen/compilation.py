@@ -99,20 +99,16 @@ class Driver:
         return triton_target(self.arch)
 
 
-def find_cases(package: str) -> tuple[Cases, list[str]]:
-    """Return the cases of the functions `NAME_cases` of a package, named `NAME/case`, and what went wrong."""
+def find_cases(package: str) -> Cases:
+    """Return the cases of the functions `NAME_cases` of a package, named `NAME/case`."""
     cases: dict[str, Callable[[], object]] = {}
-    faults: list[str] = []
     for info in pkgutil.iter_modules(importlib.import_module(package).__path__):
-        try:
-            for function, list_cases in sorted(vars(importlib.import_module(f"{package}.{info.name}")).items()):
-                for name, call in list_cases() if function.endswith("_cases") else ():
-                    if (full := f"{function.removesuffix('_cases')}/{name}") in cases:
-                        faults.append(f"{full}: two cases have this name")
-                    cases[full] = call
-        except Exception as error:
-            faults.append(f"{info.name}: its cases cannot be listed: {type(error).__name__}: {error}")
-    return list(cases.items()), faults
+        for function, list_cases in sorted(vars(importlib.import_module(f"{package}.{info.name}")).items()):
+            for name, call in list_cases() if function.endswith("_cases") else ():
+                full = f"{function.removesuffix('_cases')}/{name}"
+                assert full not in cases, f"{full}: two cases have this name"
+                cases[full] = call
+    return list(cases.items())
 
 
 def _chosen(function: Any, constants: dict[Any, Any]) -> dict[str, Any]:

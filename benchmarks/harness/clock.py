@@ -52,8 +52,10 @@ class Stopwatch:
             return time.process_time() - start
         total = 0.0
         for _ in range(calls):
-            for _ in range(_FLUSHES):  # the host queues the call meanwhile
-                flush(self._flushed)
+            # The host queues the call meanwhile. Reading writes outputs of the call before to memory, and leaves no
+            # lines whose writing the timed call would pay for.
+            for _ in range(_FLUSHES):
+                self._flushed.sum()
             begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
             begin.record()
             run()
@@ -91,14 +93,6 @@ class Stopwatch:
         return torch.cuda.max_memory_allocated(self.device) - before
 
 
-def flush(other: Tensor) -> None:
-    """Fill the L2 cache with `other`, which is larger.
-
-    Reading writes outputs of the call before to memory, and leaves no lines whose writing the timed call would pay for.
-    """
-    other.sum()
-
-
 @dataclass(frozen=True)
 class Work:
     """Least work of a call: floating-point operations of its matrix products, and bytes read and written."""
@@ -112,20 +106,16 @@ class Ceilings:
 
     def __init__(self, watch: Stopwatch) -> None:
         self._watch = watch
-        self._rates: dict[str, float] = {}
+        self.rates: dict[str, float] = {}  # operations or bytes a second, by name
 
     def floor(self, work: Work, dtype: torch.dtype) -> float:
         """Return the seconds that this machine needs at least for the work."""
         name = f"matmul_{str(dtype).removeprefix('torch.')}"
-        if name not in self._rates:
-            self._rates[name] = matmul_rate(self._watch, dtype)
-        if "copy" not in self._rates:
-            self._rates["copy"] = copy_bandwidth(self._watch)
-        return max(work.operations / self._rates[name], work.bytes / self._rates["copy"])
-
-    def measured(self) -> dict[str, float]:
-        """Return the operations or bytes a second that were measured, by name."""
-        return self._rates
+        if name not in self.rates:
+            self.rates[name] = matmul_rate(self._watch, dtype)
+        if "copy" not in self.rates:
+            self.rates["copy"] = copy_bandwidth(self._watch)
+        return max(work.operations / self.rates[name], work.bytes / self.rates["copy"])
 
 
 def copy_bandwidth(watch: Stopwatch) -> float:

@@ -10,7 +10,7 @@ from codegen_faults import faults
 from benchmarks.codegen import compilation
 from benchmarks.codegen.compilation import find_cases, fingerprint, record
 
-cases = [(name, call) for name, call in find_cases("codegen_faults")[0] if name == "faults/sound attention"]
+cases = [(name, call) for name, call in find_cases("codegen_faults") if name == "faults/sound attention"]
 (row,), _ = record(cases, 90)
 job, found = row.job, {}
 

@@ -60,7 +60,7 @@ def test_a_step_gets_the_time_that_earlier_ones_left(tmp_path, monkeypatch):
     (tmp_path / "log.txt").touch()
     run_command = mock.Mock(return_value="done")
     monkeypatch.setattr(lane, "run_command", run_command)
-    assert lane.run_steps({"embedding": 3.0, "rotary": 2.0}, tmp_path)
+    assert lane.run_steps({"packing": 3.0, "decoding": 2.0}, tmp_path)
     assert [call.args[1] for call in run_command.call_args_list] == [3.0, 5.0]
 
 

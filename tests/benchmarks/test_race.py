@@ -183,20 +183,6 @@ def test_a_side_that_cannot_be_captured_takes_nothing_from_the_other(race, fails
     assert "graph" not in race._gpu_ratios(*sides, False)
 
 
-@pytest.mark.parametrize(("seconds", "calls"), [(0.001, 10), (0.2, 3), (2.0, 1)])
-def test_the_clock_on_the_wall_has_fewer_of_long_calls(seconds, calls, race, monkeypatch):
-    clock = [0.0]
-
-    def run():
-        clock[0] += seconds
-
-    monkeypatch.setattr("benchmarks.harness.clock.time.perf_counter", lambda: clock[0])
-    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
-    race.watch.on_gpu = True
-    assert race.watch.wall(run) == pytest.approx(seconds)
-    assert clock[0] == pytest.approx(calls * seconds)
-
-
 @pytest.mark.parametrize(("seconds", "rounds"), [(1000.0, 9), (5.0, 2), (0.1, 1)])
 def test_long_cases_have_fewer_rounds_on_a_cpu(seconds, rounds, race, monkeypatch):
     """Each side takes one second a call."""

@@ -222,9 +222,7 @@ def main() -> None:
 
     for name, (module, function) in modules.items():
         setattr(module, function, varied(name))
-    cases, faults = find_cases("benchmarks.codegen.cases")
-    if faults:
-        raise RuntimeError(faults)
+    cases = find_cases("benchmarks.codegen.cases")
     for package in sorted({name.split("/")[0] for name, _ in cases}):
         some = [case for name, case in cases if name.startswith(f"{package}/")]
         wanted = int(sys.argv[1]) * sum(package in name.split(".")[:2] for name in LAUNCHERS.values())

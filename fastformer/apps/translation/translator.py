@@ -196,7 +196,9 @@ def attend(translator: Translator, source: str, target: str | None = None) -> Se
     packed, lengths = collate_source(ids, translator.source_tokenizer.special_ids)
     packed = packed.to(device)
     if target is None:
-        output = beam_search(model, packed, lengths)[0][0].ids
+        longest = model.config.longest  # with bos
+        options = SearchOptions(max_length=None if longest is None else longest - 1)
+        output = beam_search(model, packed, lengths, options)[0][0].ids
         target = tokenizer.decode(output)
     else:
         output = tokenizer.encode(target)

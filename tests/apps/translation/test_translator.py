@@ -11,8 +11,8 @@ from fastformer.apps.text import ParallelCorpus, SpecialIds, WordTokenizer, coll
 from fastformer.apps.text.scores import score_translations
 from fastformer.apps.translation.model import TranslationModel, translation_loss
 from fastformer.apps.translation.search import SearchOptions
-from fastformer.apps.translation.translator import Translator
-from tests.support.translation_task import config
+from fastformer.apps.translation.translator import Translator, attend
+from tests.support.translation_task import EOS, config, random_model
 
 WORDS = ["one", "two", "three", "four", "five", "six", "seven", "eight"]
 FRENCH = dict(zip(WORDS, ["un", "deux", "trois", "quatre", "cinq", "six", "sept", "huit"], strict=True))
@@ -81,6 +81,17 @@ def test_empty_lines_stay_where_they_are(translator):
     assert translator.translate(["", ""]) == ["", ""]
     [[nothing]] = translator.candidates([""], SearchOptions(beam=3, n_best=3))
     assert (nothing.text, nothing.log_probability, nothing.score) == ("", 0.0, 0.0)
+
+
+def test_attention_reads_a_translation_that_does_not_end(translator):
+    """With bos before it, it is a token shorter than the learned positions."""
+    tokenizers = translator.source_tokenizer, translator.target_tokenizer
+    sizes = {"source_vocabulary": tokenizers[0].size, "target_vocabulary": tokenizers[1].size}
+    model = random_model(1, **sizes, positions="learned", max_positions=6, output_bias=True)
+    with torch.no_grad():
+        model.output.bias[EOS] -= 100
+    maps = attend(Translator(model, *tokenizers), "one two").maps
+    assert maps["decoder"].weights.shape[-2:] == (6, 6)
 
 
 def test_candidates(translator):

@@ -123,7 +123,7 @@ def evaluate(
     """Print the scores of a run's model on its test data or on a file, and what was compared or counted.
 
     Translation: sacreBLEU, chrF and TER with their signatures, after a search. Language models: the perplexity.
-    Classifiers: accuracy, macro-F1, and precision, recall and F1 of each label, of many labels the most frequent.
+    Classifiers: accuracy, macro-F1, and precision, recall and F1 of each label.
     """
     if split is not None and source is not None:
         raise ValueError("give --split or --source, not both")

@@ -274,4 +274,6 @@ def _read_export(folder: Path | str) -> dict[str, Any] | None:
         content = json.loads((Path(folder) / "config.json").read_bytes())
     except (OSError, ValueError, RecursionError):
         return None
-    return content if isinstance(content, dict) and "kind" in content else None
+    if not isinstance(content, dict) or "kind" not in content:
+        return None
+    return content if isinstance(content.get("data", {}), dict) else None

@@ -209,6 +209,9 @@ def test_damaged_exports_are_refused_by_name(tmp_path):
     export_safetensors(tmp_path / "model", language_model(), TOKENIZERS[:1])
     config = tmp_path / "model" / "config.json"
     content = json.loads(config.read_text())
+    config.write_text(json.dumps({**content, "data": 3}))
+    with pytest.raises(CheckpointError, match="holds no exported model, or its config.json is damaged"):
+        load_safetensors(tmp_path / "model")
     config.write_text(json.dumps({**content, "kind": "vision"}))
     with pytest.raises(CheckpointError, match=r"config\.json is not that of an exported model"):
         load_safetensors(tmp_path / "model")

@@ -210,7 +210,7 @@ def test_damaged_exports_are_refused_by_name(tmp_path):
     config = tmp_path / "model" / "config.json"
     content = json.loads(config.read_text())
     config.write_text(json.dumps({**content, "data": 3}))
-    with pytest.raises(CheckpointError, match="holds no exported model, or its config.json is damaged"):
+    with pytest.raises(CheckpointError, match="holds no exported model, or its"):
         load_safetensors(tmp_path / "model")
     config.write_text(json.dumps({**content, "kind": "vision"}))
     with pytest.raises(CheckpointError, match=r"config\.json is not that of an exported model"):

@@ -67,8 +67,10 @@ def test_every_setting_is_checked_and_explained_from_its_declaration(owner: type
         assert all(choice in help_ for choice in item.metadata["choices"])
         for key, bound in item.metadata["bounds"].items():
             assert f"{key.replace('_', ' ')} {bound if isinstance(bound, str) else f'{bound:,}'}" in help_
-        for name, wanted in item.metadata["only"].items():
-            assert any(str(each) in help_ for each in (name, *(wanted if isinstance(wanted, tuple) else (wanted,))))
+        for name, expected in item.metadata["only"].items():
+            assert any(
+                str(each) in help_ for each in (name, *(expected if isinstance(expected, tuple) else (expected,)))
+            )
 
 
 @every_class
@@ -150,12 +152,12 @@ def test_a_run_folder_written_before_settings_were_one_still_loads(tmp_path: Pat
     """Every setting that such a folder states comes back, and its checkpoint is of the same architecture."""
     old = Path(__file__).parent / "old_runs" / f"{application.kind}.toml"
     (tmp_path / "config.toml").write_bytes(old.read_bytes())
-    found = application.read_config(tmp_path)
-    parts = {name: getattr(application, name)(**found[name]) for name in found}
-    for name, stated in found.items():
+    actual = application.read_config(tmp_path)
+    parts = {name: getattr(application, name)(**actual[name]) for name in actual}
+    for name, stated in actual.items():
         assert stated
         assert {key: getattr(parts[name], key) for key in stated} == stated
-    Checkpoint(old, 0, found["model"], {}).check_architecture(parts["model"])
+    Checkpoint(old, 0, actual["model"], {}).check_architecture(parts["model"])
     application.save_settings(tmp_path, parts["data"], parts["model"], parts["train"])
     before, after = (path.read_text().splitlines() for path in (old, tmp_path / "config.toml"))
     assert {line.partition(" = ")[0] for line in set(before) - set(after)} <= set(REMOVED)

@@ -74,9 +74,9 @@ def test_fp64_results_are_those_of_sdpa_on_each_sequence(causal, settings):
     for i, (b, h) in enumerate(zip(rows.tolist(), heads.tolist(), strict=True)):
         n = int(LENGTHS[b])
         wide = [x.detach()[b, h, :n].requires_grad_() for x in inputs]
-        wanted = F.scaled_dot_product_attention(*(x[None, None] for x in wide), is_causal=causal)[0, 0]
-        assert_close(out[i, :n], wanted)
-        for grad, x in zip(grads, torch.autograd.grad(wanted, wide, upstream[b, h, :n]), strict=True):
+        expected = F.scaled_dot_product_attention(*(x[None, None] for x in wide), is_causal=causal)[0, 0]
+        assert_close(out[i, :n], expected)
+        for grad, x in zip(grads, torch.autograd.grad(expected, wide, upstream[b, h, :n]), strict=True):
             assert_close(grad[i, :n], x)
             assert not grad[i, n:].any()
 

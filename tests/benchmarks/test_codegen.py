@@ -20,7 +20,7 @@ from tests.support.python import ROOT, python
 @pytest.mark.slow
 def test_every_fault_is_reported_and_nothing_else(faults):
     assert faults.returncode == 1, faults.stderr
-    found = faults.stdout.split("Broken limits:\n")[1].split("\n\n")[0].splitlines()
+    actual = faults.stdout.split("Broken limits:\n")[1].split("\n\n")[0].splitlines()
     expected = [
         r"faults/raises on sm_90: the launcher raised ValueError: no such tile",
         r"crash/crash \| crash.crash_kernel \| sm_90: does not compile: the compiler crashed",
@@ -32,8 +32,8 @@ def test_every_fault_is_reported_and_nothing_else(faults):
         r"faults/shared memory \| .* \| sm_90: 327680 bytes of shared memory, and a block gets at most 232448",
         r"faults/too few rows for wgmma \| .* \| sm_90: 1 products of 16 bits or tf32 are not wgmma",
     ]
-    assert len(found) == len(expected), faults.stdout
-    for pattern, line in zip(expected, found, strict=True):
+    assert len(actual) == len(expected), faults.stdout
+    for pattern, line in zip(expected, actual, strict=True):
         assert re.fullmatch(pattern, line.strip())
     assert "10/10 compiled" in faults.stderr  # twelve cases: one raises, and two ask for the same kernel
 
@@ -85,9 +85,9 @@ def test_whatever_goes_into_a_compilation_is_in_its_fingerprint():
     """And the lines that its functions begin at are not, nor the order in which fingerprints were asked for."""
     ran = python(FAULTS / "fingerprint_facts.py", paths=(FAULTS,), TRITON_INTERPRET="0")
     assert ran.returncode == 0, ran.stderr
-    found = json.loads(ran.stdout)
-    assert found.pop("the lines") == found["the same"]
-    assert len(set(found.values())) == len(found) == 17, found
+    actual = json.loads(ran.stdout)
+    assert actual.pop("the lines") == actual["the same"]
+    assert len(set(actual.values())) == len(actual) == 17, actual
 
 
 @needs_triton
@@ -103,9 +103,9 @@ def test_kernels_compile_for_amd(tmp_path):
             assert len(rows) >= len(names) and not faults, faults
             print(*[compile_job(row.job).stack for row in rows])
     """
-    found = python("-c", code, TRITON_CACHE_DIR=str(tmp_path), TRITON_INTERPRET=None)
-    assert found.returncode == 0, found.stderr
-    assert set(found.stdout.split()) == {"0"}
+    actual = python("-c", code, TRITON_CACHE_DIR=str(tmp_path), TRITON_INTERPRET=None)
+    assert actual.returncode == 0, actual.stderr
+    assert set(actual.stdout.split()) == {"0"}
 
 
 @needs_triton

@@ -22,9 +22,9 @@ from tests.benchmarks.races import broken, make_race, pytest_benchmarks
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 @pytest.mark.slow
 def test_every_file_that_says_something_of_a_cpu_has_a_quick_case_there():
-    found = pytest_benchmarks("--collect-only", "benchmarks", "-k", "quick", "-m", "cpu or not gpu")
-    assert found.returncode == 0, found.stdout + found.stderr
-    cases = [line.removeprefix("benchmarks/") for line in found.stdout.splitlines() if "::" in line]
+    actual = pytest_benchmarks("--collect-only", "benchmarks", "-k", "quick", "-m", "cpu or not gpu")
+    assert actual.returncode == 0, actual.stdout + actual.stderr
+    cases = [line.removeprefix("benchmarks/") for line in actual.stdout.splitlines() if "::" in line]
     files = {path.name for path in conftest.HERE.glob("bench_*.py")}
     assert {case.partition("::")[0] for case in cases} == files
 

@@ -60,13 +60,13 @@ def missed(call: Any, kernel: str, pattern: str, kind: str) -> str:
     for number in range(100):
         try:
             with edited(kernel, pattern, number):
-                found = finding(call)
+                actual = finding(call)
         except IndexError:
             pytest.fail(f"{number} times {pattern} in {kernel}: none is missed")
-        if found:
-            assert found.startswith(f"{kernel}: ")
-            assert re.search(kind, found), found
-            return found
+        if actual:
+            assert actual.startswith(f"{kernel}: ")
+            assert re.search(kind, actual), actual
+            return actual
     raise AssertionError("more than 100")
 
 
@@ -143,8 +143,8 @@ def test_what_is_left_out_is_missed(name):
     if name.startswith("wgmma") and session.arch != 90:
         pytest.skip("wgmma is of sm_90")
     call, kernel, (pattern, kind) = LEFT_OUT[name]
-    found = missed(call, kernel, pattern, kind)
-    assert any("tl." in line or "fold(" in line or "_dots(" in line for line in source_lines(found)), found
+    actual = missed(call, kernel, pattern, kind)
+    assert any("tl." in line or "fold(" in line or "_dots(" in line for line in source_lines(actual)), actual
 
 
 @pytest.fixture
@@ -189,7 +189,7 @@ def test_what_is_wrong_in_a_source_is_seen(monkeypatch, call, module, function, 
     assert finding(call) is None
     forget()
     change(monkeypatch, import_module(f"fastformer_kernels.{module}"), function, old, new)
-    found = finding(call)
-    assert found is not None
-    assert re.search(kind, found), found
-    assert any(line in each for each in source_lines(found)), found
+    actual = finding(call)
+    assert actual is not None
+    assert re.search(kind, actual), actual
+    assert any(line in each for each in source_lines(actual)), actual

@@ -69,14 +69,14 @@ def test_a_translation(dtype):
 
     def translate(model: TranslationModel, backend: Backend = "reference") -> tuple[list[Any], list[Tensor]]:
         with fastformer.backend(backend), torch.no_grad():
-            found = greedy_search(model.eval(), given.source, given.source_lengths, options)
-        return [h.ids for h in found], [torch.tensor([h.score for h in found], dtype=torch.float64)]
+            actual = greedy_search(model.eval(), given.source, given.source_lengths, options)
+        return [h.ids for h in actual], [torch.tensor([h.score for h in actual], dtype=torch.float64)]
 
     ids, exact = translate(wide)
     _, plain = translate(model)
     session.launches.clear()
-    found, ours = translate(model, "triton")
+    actual, ours = translate(model, "triton")
     assert session.launches
-    assert found == ids
+    assert actual == ids
     assert all(ids)
     compare(ours, plain, exact, noise(lambda: translate(wide)[1], exact, dtype))

@@ -67,9 +67,9 @@ def test_bytes_are_chosen(selector):
     expected = []
     for x, y in zip(a, b, strict=True):
         picks = [selector >> 4 * i & 15 for i in range(4)]
-        found = [(x | y << 32) >> 8 * (n & 7) & 255 for n in picks]
-        found = [255 * (byte >> 7) if n & 8 else byte for n, byte in zip(picks, found, strict=True)]
-        expected.append(sum(byte << 8 * i for i, byte in enumerate(found)))
+        actual = [(x | y << 32) >> 8 * (n & 7) & 255 for n in picks]
+        actual = [255 * (byte >> 7) if n & 8 else byte for n, byte in zip(picks, actual, strict=True)]
+        expected.append(sum(byte << 8 * i for i, byte in enumerate(actual)))
     assert elementwise(f"prmt.b32 D, A, B, {selector};", [32, 32], 32, a, b) == expected
 
 
@@ -120,8 +120,8 @@ def test_a_fused_product_and_sum_is_rounded_once():
     c = [f32(-as_f32(x) * as_f32(y) * (1 + rng.choice([0, 1e-7, 1e-4, 1]))) for x, y in zip(a, b, strict=True)]
     a, b, c = [*a, *[f32(1 + 2**-12)] * 2], [*b, f32(2.0**-25 * (1 - 2**-12)), f32(2.0**-24)], [*c, *[f32(1.0)] * 2]
     exact = [Fraction(as_f32(x)) * Fraction(as_f32(y)) + Fraction(as_f32(z)) for x, y, z in zip(a, b, c, strict=True)]
-    found = elementwise("fma.rn.f32 D, A, B, C;", [32] * 3, 32, a, b, c)
-    assert [x if x & 0x7FFFFFFF else 0 for x in found] == [nearest(x) for x in exact]
+    actual = elementwise("fma.rn.f32 D, A, B, C;", [32] * 3, 32, a, b, c)
+    assert [x if x & 0x7FFFFFFF else 0 for x in actual] == [nearest(x) for x in exact]
 
 
 def rounded_bf16(bits: int) -> int:
@@ -141,8 +141,8 @@ def test_roundings_to_16_bits():
 
 @pytest.mark.parametrize(("name", "pick"), [("max", max), ("min", min)])
 def test_extremes_and_not_a_number(name, pick):
-    found = elementwise(f"{name}.f32 D, A, B;", [32, 32], 32, X, Y)
-    for got, v, w in zip(found, X, Y, strict=True):
+    actual = elementwise(f"{name}.f32 D, A, B;", [32, 32], 32, X, Y)
+    for got, v, w in zip(actual, X, Y, strict=True):
         expected = w if is_nan(v) else v if is_nan(w) else f32(pick(as_f32(v), as_f32(w)))
         assert got == expected or is_nan(got) & is_nan(expected) or as_f32(got) == as_f32(expected) == 0
 
@@ -150,13 +150,13 @@ def test_extremes_and_not_a_number(name, pick):
 @pytest.mark.parametrize("suffix", ["", "u"])
 @pytest.mark.parametrize("name", ["eq", "ne", "lt", "le", "gt", "ge"])
 def test_comparisons_and_not_a_number(name, suffix):
-    found = elementwise(f"setp.{name}{suffix}.f32 %p1, A, B; selp.b32 D, 1, 0, %p1;", [32, 32], 32, X, Y)
+    actual = elementwise(f"setp.{name}{suffix}.f32 %p1, A, B; selp.b32 D, 1, 0, %p1;", [32, 32], 32, X, Y)
     compare = getattr(operator, name)
     expected = [
         int(suffix == "u" if is_nan(v) or is_nan(w) else compare(as_f32(v), as_f32(w)))
         for v, w in zip(X, Y, strict=True)
     ]
-    assert found == expected
+    assert actual == expected
 
 
 def test_subnormal_numbers_are_flushed_by_ftz_instructions():

@@ -59,12 +59,12 @@ def representable(x, kind):
 
 def matrix(out):
     """D, of what the threads had: pairs of columns, of rows 8 apart."""
-    found = np.zeros((len(out) // 2, 2 * out.shape[1]))
+    actual = np.zeros((len(out) // 2, 2 * out.shape[1]))
     for thread, elements in enumerate(out):
         for i, element in enumerate(elements):
             row = 16 * (thread // 32) + thread % 32 // 4 + 8 * (i // 2 % 2)
-            found[row, i // 4 * 8 + thread % 4 * 2 + i % 2] = element
-    return found
+            actual[row, i // 4 * 8 + thread % 4 * 2 + i % 2] = element
+    return actual
 
 
 @pytest.mark.parametrize(("k", "kind"), [(16, "f16"), (8, "tf32"), (16, "bf16")])

@@ -80,9 +80,9 @@ def test_the_loss_curve_is_that_of_the_reference(autocast):
     """
     exact = loss_curve("reference", torch.float64)
     plain = loss_curve("reference", torch.float32, autocast)
-    found = loss_curve("triton", torch.float32, autocast)
-    assert found[-1] < 0.75 * found[0]
-    error, noise = (max(abs(a - e) for a, e in zip(curve, exact, strict=True)) for curve in (found, plain))
+    actual = loss_curve("triton", torch.float32, autocast)
+    assert actual[-1] < 0.75 * actual[0]
+    error, noise = (max(abs(a - e) for a, e in zip(curve, exact, strict=True)) for curve in (actual, plain))
     assert error <= 3 * noise + 4 * torch.finfo(torch.float32).eps * max(exact)
 
 
@@ -123,8 +123,8 @@ def test_searches_find_the_same(find, rules, captures):
     source, lengths = sources([*RAGGED, 20])
     options = {"beam": 1 if find is greedy_search else 3, **rules}
     expected = find(model, source.cuda(), lengths, SearchOptions(**options))
-    found = find(model, source.cuda(), lengths, SearchOptions(**options, cuda_graphs=True))
-    for one, two in zip(found, expected, strict=True):
+    actual = find(model, source.cuda(), lengths, SearchOptions(**options, cuda_graphs=True))
+    for one, two in zip(actual, expected, strict=True):
         for a, b in zip(*(x if isinstance(x, list) else [x] for x in (one, two)), strict=True):
             assert a.ids == b.ids
             assert a.log_probability == pytest.approx(b.log_probability, abs=1e-3)
@@ -158,17 +158,17 @@ def test_a_capture_that_fails_leaves_everything_usable(captures, monkeypatch):
     with monkeypatch.context() as patch:
         patch.setattr(DecoderState, "_logits", waiting)
         with pytest.warns(RuntimeWarning, match="goes on without CUDA graphs") as said:
-            found = greedy_search(model, source, lengths, SearchOptions(beam=1, cuda_graphs=True))
+            actual = greedy_search(model, source, lengths, SearchOptions(beam=1, cuda_graphs=True))
     assert len([w for w in said if "CUDA graphs" in str(w.message)]) == 1
-    assert [h.ids for h in found] == [h.ids for h in expected]
+    assert [h.ids for h in actual] == [h.ids for h in expected]
     assert not captures
     before = torch.randn(1000, device="cuda")
     assert not torch.equal(before, torch.randn(1000, device="cuda"))
     replay, [drawn] = captured(lambda: [torch.randn(1000, device="cuda")])
     replay()
     assert torch.isfinite(drawn).all()
-    found = greedy_search(model, source, lengths, SearchOptions(beam=1, cuda_graphs=True))
-    assert [h.ids for h in found] == [h.ids for h in expected]
+    actual = greedy_search(model, source, lengths, SearchOptions(beam=1, cuda_graphs=True))
+    assert [h.ids for h in actual] == [h.ids for h in expected]
     assert captures
 
 

@@ -79,10 +79,10 @@ def test_gradients_by_atomic_addition(name, dtype):
         expected = gradients(op(*given), given)
         allow_nondeterminism()
         try:
-            found = gradients(op(*given), given)
+            actual = gradients(op(*given), given)
         finally:
             allow_nondeterminism(False)
-    assert_close(found, expected, roundings=100 if dtype == torch.float32 else 4)
+    assert_close(actual, expected, roundings=100 if dtype == torch.float32 else 4)
 
 
 @pytest.mark.parametrize("name", SKIPPED)
@@ -92,8 +92,8 @@ def test_sdpa_skips_what_a_mask_hides(name):
     out, expected = (attention(*qkv, mask) for attention in (fastformer.sdpa, F.scaled_dot_product_attention))
     direction = torch.randn_like(out)
     assert_close(out, expected, roundings=4)
-    found = (torch.autograd.grad(x, qkv, direction) for x in (out, expected))
-    assert_close(*found, roundings=8)
+    actual = (torch.autograd.grad(x, qkv, direction) for x in (out, expected))
+    assert_close(*actual, roundings=8)
 
 
 # ---- what kernels do to the host

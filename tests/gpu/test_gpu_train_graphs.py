@@ -29,13 +29,13 @@ def groups(steps, accumulate=1, shapes=3):
     """Other batches each time, of few shapes: the same lengths in other orders, other ids."""
     generator = torch.Generator().manual_seed(0)
     kinds = [torch.randint(1, 20, (size, 2), generator=generator) for size in (3, 20, 7)[:shapes]]
-    found = []
+    actual = []
     for number in range(steps * accumulate):
         lengths = kinds[number % shapes]
         order = torch.randperm(len(lengths), generator=generator)
-        found.append(random_batch(lengths[order].tolist(), seed=number))
-    assert len({shape_of(batch) for batch in found}) == min(shapes, len(found))
-    return [found[i : i + accumulate] for i in range(0, len(found), accumulate)]
+        actual.append(random_batch(lengths[order].tolist(), seed=number))
+    assert len({shape_of(batch) for batch in actual}) == min(shapes, len(actual))
+    return [actual[i : i + accumulate] for i in range(0, len(actual), accumulate)]
 
 
 def gpu_model(**changes):
@@ -73,9 +73,9 @@ def both(given, dropout=0.0, **changes):
 @pytest.mark.parametrize("optimizer", ["sgd", "adamw", "adam"])
 def test_steps_are_the_eager_ones(backend, precision, optimizer, captures):
     with fastformer.backend(backend):
-        expected, found = both(groups(25, 2), precision=precision, optimizer=optimizer, accumulate=2)
+        expected, actual = both(groups(25, 2), precision=precision, optimizer=optimizer, accumulate=2)
     rtol = 1e-3 if precision == "fp32" else 3e-2
-    torch.testing.assert_close(found, expected, rtol=rtol, atol=0)
+    torch.testing.assert_close(actual, expected, rtol=rtol, atol=0)
     assert len(captures) == 5  # three shapes, norm and optimiser
 
 
@@ -179,10 +179,10 @@ def test_a_capture_that_fails_leaves_eager_steps(captures, monkeypatch):
         patch.setattr(GraphedUpdate, "backward", waiting)
         model = gpu_model()
         with pytest.warns(RuntimeWarning, match="training goes on without CUDA graphs") as said:
-            found = train(update_of(model), given)
+            actual = train(update_of(model), given)
     assert len([w for w in said if "CUDA graphs" in str(w.message)]) == 1
     assert not captures
-    torch.testing.assert_close(found, expected, rtol=1e-3, atol=0)
+    torch.testing.assert_close(actual, expected, rtol=1e-3, atol=0)
     assert not torch.equal(torch.randn(1000, device="cuda"), torch.randn(1000, device="cuda"))
 
 

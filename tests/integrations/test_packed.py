@@ -138,11 +138,11 @@ def test_a_cache_holds_what_eager_gives_it(name, given, packed_calls):
     if of_pairs:
         parts = [[each.self_attention_cache for each in caches], [each.cross_attention_cache for each in caches]]
         assert caches[1].is_updated == {0: True, 1: True}
-    for (wanted, results), mask in zip(parts, [real, inputs["attention_mask"].bool()], strict=False):
+    for (expected, results), mask in zip(parts, [real, inputs["attention_mask"].bool()], strict=False):
         assert [layer.get_seq_length() for layer in results.layers] == [
-            layer.get_seq_length() for layer in wanted.layers
+            layer.get_seq_length() for layer in expected.layers
         ]
-        for one, other in zip(results.layers, wanted.layers, strict=True):
+        for one, other in zip(results.layers, expected.layers, strict=True):
             kept = mask[:, -one.keys.shape[2] :]  # a window keeps the last ones
             for x, y in ((one.keys, other.keys), (one.values, other.values)):
                 assert_close(x.transpose(1, 2)[kept], y.transpose(1, 2)[kept], ROUNDINGS)

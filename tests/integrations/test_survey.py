@@ -28,9 +28,9 @@ def test_a_surveyed_type_gives_its_record(name):
 def test_the_record_holds_every_type():
     if transformers.__version__ == RECORD["transformers"]:
         assert sorted(RECORD["types"]) == survey.types()
-    found = Counter(its["outcome"] for its in RECORD["types"].values())
-    assert set(found) == {"packed", "padded", "refused", "no attention", "not built"}
-    assert found["packed"] >= 100
+    actual = Counter(its["outcome"] for its in RECORD["types"].values())
+    assert set(actual) == {"packed", "padded", "refused", "no attention", "not built"}
+    assert actual["packed"] >= 100
     for name, its in RECORD["types"].items():
         assert bool(its.get("packed")) == (its["outcome"] == "packed"), name
         assert its["outcome"] == "packed" or its["reason"], name
@@ -45,9 +45,9 @@ def test_the_survey_finds_wrong_numbers(monkeypatch):
     from fastformer.integrations.transformers import entry
 
     monkeypatch.setattr(entry, "to_tokens", lambda *args, to_tokens=entry.to_tokens: to_tokens(*args).roll(1, 1))
-    found = survey.of_padded_batches("llama")
-    assert found["outcome"] == "padded"
-    assert "outputs differs by" in found["reason"]
+    actual = survey.of_padded_batches("llama")
+    assert actual["outcome"] == "padded"
+    assert "outputs differs by" in actual["reason"]
 
 
 def test_the_survey_raises_for_wrong_attention(monkeypatch):

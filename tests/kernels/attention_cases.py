@@ -48,12 +48,12 @@ def check_decoding(inputs: list[Tensor], own: dict[str, Tensor] | None = None, *
         given = {name: x.to(DEVICE, dtype) for name, x in (own or {}).items()}
         with torch.no_grad():
             assert fused_attention.decodes(q, k, v, *given.values())
-            found = fused(attention, q, k, v, **rules, **given)
+            actual = fused(attention, q, k, v, **rules, **given)
             wide = {name: x.double() for name, x in given.items()}
             exact = plain(attention, *(x.double() for x in (q, k, v)), **rules, **wide)
-        assert found.dtype == dtype
-        assert found.shape == exact.shape
-        assert (found.double() - exact).abs().max() <= 8 * torch.finfo(dtype).eps * exact.abs().max()
+        assert actual.dtype == dtype
+        assert actual.shape == exact.shape
+        assert (actual.double() - exact).abs().max() <= 8 * torch.finfo(dtype).eps * exact.abs().max()
 
 
 def check_second_derivative(x: list[Tensor], call) -> None:

@@ -61,8 +61,8 @@ class Norm(NamedTuple):
     def __call__(self, *inputs: Tensor | None, N: int | tuple[int, ...], eps: float = 1e-5, **options: float):
         """Return the normalised rows, and for an op that adds the sum, too."""
         rows, parameters = inputs[: 1 + self.adds], inputs[1 + self.adds :]
-        found = self.op(*rows, N, *parameters, eps=eps, **options)
-        return found if self.adds else (found,)
+        actual = self.op(*rows, N, *parameters, eps=eps, **options)
+        return actual if self.adds else (actual,)
 
     def formula(self, *inputs: Tensor) -> tuple[Tensor, ...]:
         """Return what torch makes of them, without dropout."""

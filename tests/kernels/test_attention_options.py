@@ -173,9 +173,9 @@ def test_a_trained_bias_or_sink_is_no_step_of_decoding():
     for own in (torch.randn(2, 59, device=DEVICE), torch.randn(2, device=DEVICE)):
         own.requires_grad_()
         name = BOTH[own.dim() == 1]
-        (found,) = gradients(fused(attention, q, k, v, **{name: own}), [own])
+        (actual,) = gradients(fused(attention, q, k, v, **{name: own}), [own])
         (expected,) = gradients(plain(attention, q, k, v, **{name: own}), [own])
-        torch.testing.assert_close(found, expected)
+        torch.testing.assert_close(actual, expected)
 
 
 def test_packed_dropout_is_the_padded_one():
@@ -200,13 +200,13 @@ def test_the_gradient_of_the_bias_is_the_same_every_time(parts, monkeypatch):
     """However many programs share the sequences: each sums in order."""
     monkeypatch.setattr(launch, "assumed", launch.assumed._replace(multiprocessors=1 if parts == 1 else 1000))
     inputs = on_device(*heads(3, 2, 40, 40, 16), by_distance(2, 40))
-    found = []
+    actual = []
     for _ in range(2):
         out = fused(attention, *inputs[:3], distance_bias=inputs[3], causal=True)
-        found.append(torch.autograd.grad(out.square().sum(), inputs[3])[0])
-    assert torch.equal(*found)
+        actual.append(torch.autograd.grad(out.square().sum(), inputs[3])[0])
+    assert torch.equal(*actual)
     out = plain(attention, *inputs[:3], distance_bias=inputs[3], causal=True)
-    torch.testing.assert_close(found[0], torch.autograd.grad(out.square().sum(), inputs[3])[0], rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(actual[0], torch.autograd.grad(out.square().sum(), inputs[3])[0], rtol=1e-4, atol=1e-5)
 
 
 def test_half_precision_beside_a_bias_in_fp32():

@@ -26,9 +26,9 @@ def places_kernel(found_ptr, tiles, together):
 
 def places(tiles: int, heads: int, together: int) -> list[tuple[int, int]]:
     """Return the (rank, head) of each program, as the kernels find it."""
-    found = torch.full((tiles * heads, 2), -1, dtype=torch.int32, device=DEVICE)
-    places_kernel[(tiles * heads,)](found, tiles, together)
-    return [(rank, head) for rank, head in found.tolist()]
+    actual = torch.full((tiles * heads, 2), -1, dtype=torch.int32, device=DEVICE)
+    places_kernel[(tiles * heads,)](actual, tiles, together)
+    return [(rank, head) for rank, head in actual.tolist()]
 
 
 def time_over_even(order: list[tuple[int, int]], tiles: int) -> float:

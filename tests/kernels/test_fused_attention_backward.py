@@ -39,8 +39,8 @@ def test_only_the_gradients_that_are_wanted(wanted, monkeypatch):
     x = on_device(*heads(1, 2, 20, 30, 16), *([by_distance(2, 30), torch.randn(2)] if max(wanted) > 2 else []))
     x = [t.detach().requires_grad_(i in wanted) for i, t in enumerate(x)]
     leaves, own = [x[i] for i in wanted], dict(zip(("distance_bias", "sinks"), x[3:], strict=False))
-    found, expected = (gradients(run(attention, *x[:3], **own), leaves) for run in (fused, plain))
-    torch.testing.assert_close(found, expected)
+    actual, expected = (gradients(run(attention, *x[:3], **own), leaves) for run in (fused, plain))
+    torch.testing.assert_close(actual, expected)
     assert asked == [(0 in wanted, 1 in wanted or 2 in wanted)]
 
 
@@ -197,10 +197,10 @@ def test_masks_of_wide_heads_in_tf32(kind, monkeypatch):
     rules = {name: x.to(DEVICE) if isinstance(x, Tensor) else x for name, x in masks(kind).items()}
     monkeypatch.setattr("fastformer_kernels.attention.problem.precision", lambda x: "tf32")
     with fastformer.backend("triton"):
-        found = torch.autograd.grad(attention(q, k, v, **rules).square().sum(), (q, k, v))
+        actual = torch.autograd.grad(attention(q, k, v, **rules).square().sum(), (q, k, v))
     exact = [x.detach().double().requires_grad_() for x in (q, k, v)]
     with fastformer.backend("reference"):
         expected = torch.autograd.grad(attention(*exact, **rules).square().sum(), exact)
-    for ours, theirs in zip(found, expected, strict=True):
+    for ours, theirs in zip(actual, expected, strict=True):
         # Five products in a chain, each of operands rounded to 2^-11: q k, p v, dout v, ds k or ds q, and dout itself.
         assert (ours.double() - theirs).abs().max() <= 5 * 2**-10 * theirs.abs().max()

@@ -101,13 +101,13 @@ def test_kernels_keep_to_their_tensors(op, run, monkeypatch):
         with monkeypatch.context() as patched:
             patched.setattr(Tensor, "new_empty", fenced)
             outputs = run(given)
-            found = [*outputs, *gradients(outputs, given)]
+            actual = [*outputs, *gradients(outputs, given)]
         assert len(allocated) > before
         for whole in allocated:
             margins = torch.cat([whole[:margin], whole[-margin:]])
             assert (margins.isnan() if margins.is_floating_point() else margins == 77).all()
         outputs = run(inputs)
-        for a, b in zip(found, [*outputs, *gradients(outputs, inputs)], strict=True):
+        for a, b in zip(actual, [*outputs, *gradients(outputs, inputs)], strict=True):
             assert torch.equal(a, b)
 
 
@@ -183,9 +183,9 @@ def test_autocast_leaves_what_multiplies_no_matrices(op, run):
     with fastformer.backend("triton"):
         (expected,) = run(inputs)
         with torch.autocast(DEVICE, torch.bfloat16):
-            (found,) = run(inputs)
-    assert found.dtype == torch.float32
-    assert torch.equal(found, expected)
+            (actual,) = run(inputs)
+    assert actual.dtype == torch.float32
+    assert torch.equal(actual, expected)
 
 
 def shared(op: str, n: int, device: str) -> list[Tensor]:

@@ -117,12 +117,12 @@ def test_infinity_and_not_a_number(activation):
     kernels = pytest.importorskip("fastformer_kernels.feed_forward.kernels")
     x = torch.tensor([math.nan, math.inf, -math.inf, 0.0], device=DEVICE)
     h = torch.cat([x[:, None], torch.ones(4, 1, device=DEVICE)], 1) if activation.endswith("glu") else x[:, None]
-    found = kernels.activate(h, None, activation, 0.0)
+    actual = kernels.activate(h, None, activation, 0.0)
     below = 0.0 if activation in ("relu", "reglu") else math.nan
     expected = torch.tensor([math.nan, math.inf, below, 0.0], device=DEVICE)[:, None]
-    torch.testing.assert_close(found, expected, rtol=0, atol=0, equal_nan=True)
+    torch.testing.assert_close(actual, expected, rtol=0, atol=0, equal_nan=True)
     if activation == "relu":
-        dh, _ = kernels.relu_backward(torch.ones_like(h), found, 0.0, False)
+        dh, _ = kernels.relu_backward(torch.ones_like(h), actual, 0.0, False)
         assert dh.flatten().tolist() == [1, 1, 0, 0]
 
 
@@ -201,17 +201,17 @@ def test_rows_and_columns_share_no_dropout_decisions():
 def kept_bytes(op, parameters):
     """The bytes kept for backward beside the parameters, each storage once."""
     own = {p.untyped_storage().data_ptr() for p in parameters}
-    found = {}
+    actual = {}
 
     def pack(x):
         if x.untyped_storage().data_ptr() not in own:
-            found[x.untyped_storage().data_ptr()] = x.untyped_storage().nbytes()
+            actual[x.untyped_storage().data_ptr()] = x.untyped_storage().nbytes()
         return x
 
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
         out = op()
     assert out.requires_grad
-    return sum(found.values())
+    return sum(actual.values())
 
 
 def test_kept_bytes():
@@ -252,8 +252,8 @@ def test_only_wanted_gradients(activation, recompute):
         alone = [x.detach() for x in tensors]
         alone[index].requires_grad_()
         out = feed_forward(*alone, activation=activation, recompute=recompute)
-        (found,) = gradients(out, [alone[index]])
-        assert_close(found, everything[index])
+        (actual,) = gradients(out, [alone[index]])
+        assert_close(actual, everything[index])
 
 
 def test_no_kernel_for_unwanted_gradients(monkeypatch):
@@ -301,12 +301,12 @@ def test_autocast_is_that_of_linear(activation):
             out = feed_forward(*tensors, activation=activation)
         return out, gradients(out, tensors)
 
-    out, found = run()
+    out, actual = run()
     with fastformer.backend("reference"):
         expected, wanted = run()
     assert out.dtype == expected.dtype == torch.bfloat16
     assert_close(out, expected, roundings=4)
-    for a, b in zip(found, wanted, strict=True):
+    for a, b in zip(actual, wanted, strict=True):
         assert a.dtype == b.dtype == torch.float32
         assert (a - b).abs().max() <= 4 * torch.finfo(torch.bfloat16).eps * b.abs().max()
 
@@ -327,7 +327,7 @@ def test_compiled_keeps_as_little(recompute, kept):
         out = run(*tensors)
         results.append([out, *gradients(out, tensors)])
     assert_close(*results)
-    found = kept_bytes(lambda: compiled(*tensors), tensors[1:])
-    assert 0 <= found - kept * tensors[0].numel() * 4 <= 8  # and the seed
+    actual = kept_bytes(lambda: compiled(*tensors), tensors[1:])
+    assert 0 <= actual - kept * tensors[0].numel() * 4 <= 8  # and the seed
     with torch.no_grad():
         assert compiled(*tensors).shape == (32, 16)

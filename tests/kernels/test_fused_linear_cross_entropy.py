@@ -108,9 +108,9 @@ def test_ignored_rows(reduction, ignored, small_chunks, triton_backend):
         assert not loss[~counts].any()
         loss = loss[counts]
     assert_close(loss, alone)
-    found = gradients(loss, inputs)
-    assert not found[0][~counts].any()
-    assert_close(found, gradients(alone, inputs))
+    actual = gradients(loss, inputs)
+    assert not actual[0][~counts].any()
+    assert_close(actual, gradients(alone, inputs))
     wild = inputs[0].detach().masked_fill(~counts[:, None], math.nan)
     assert_close(linear_cross_entropy(wild, inputs[1], target, inputs[2], **settings).nan_to_num().sum(), loss.sum())
 
@@ -143,9 +143,9 @@ def test_no_rows(reduction, triton_backend):
     with poisoned():
         loss = linear_cross_entropy(inputs[0], inputs[1], target, inputs[2], reduction=reduction)
         assert loss.shape == ((0,) if reduction == "none" else ())
-        found = gradients(loss, inputs)
-    assert [g.shape for g in found] == [x.shape for x in inputs]
-    assert not any(g.any() for g in found)
+        actual = gradients(loss, inputs)
+    assert [g.shape for g in actual] == [x.shape for x in inputs]
+    assert not any(g.any() for g in actual)
 
 
 @pytest.mark.parametrize("reduction", ["sum", "none"])
@@ -160,12 +160,12 @@ def test_only_the_gradients_that_are_wanted(wanted, reduction, triton_backend, k
     monkeypatch.setattr(kernels, "forward", lambda *a: asked.append(list(a[6])) or forward(*a))
     autograd_function._launcher.cache_clear()
     loss = linear_cross_entropy(inputs[0], inputs[1], target, inputs[2], reduction=reduction)
-    found = gradients(loss, [inputs[i] for i in wanted])
+    actual = gradients(loss, [inputs[i] for i in wanted])
     autograd_function._launcher.cache_clear()
     assert asked[-1] == [i in wanted for i in range(3)]
     with fastformer.backend("reference"):
         expected = linear_cross_entropy(inputs[0], inputs[1], target, inputs[2], reduction=reduction)
-    assert_close(found, gradients(expected, [inputs[i] for i in wanted]))
+    assert_close(actual, gradients(expected, [inputs[i] for i in wanted]))
 
 
 def test_without_gradients_the_losses_come_alone(triton_backend, kernels, monkeypatch):
@@ -279,13 +279,13 @@ def test_fp16_keeps_gradients_that_fp16_cannot_hold(triton_backend):
     weight[0] = 18.0  # the others have probability 1.5e-8
     weight.requires_grad_()
     loss = linear_cross_entropy(x, weight, torch.zeros(1, dtype=torch.int64, device=DEVICE), reduction="sum")
-    found = torch.autograd.grad(loss, weight, torch.tensor(2.0**12, device=DEVICE))[0]  # as GradScaler does
-    assert_close(found[1:].float(), torch.full((V - 1, 1), 2.0**12 * math.exp(-18.0), device=DEVICE), roundings=5e3)
+    actual = torch.autograd.grad(loss, weight, torch.tensor(2.0**12, device=DEVICE))[0]  # as GradScaler does
+    assert_close(actual[1:].float(), torch.full((V - 1, 1), 2.0**12 * math.exp(-18.0), device=DEVICE), roundings=5e3)
     # Of single losses too; and factors beyond what fp16 holds do not overflow.
     factors = torch.tensor([2.0**17], device=DEVICE)
     loss = linear_cross_entropy(x, weight, torch.zeros(1, dtype=torch.int64, device=DEVICE), reduction="none")
-    found = torch.autograd.grad(loss, weight, factors)[0]
-    assert_close(found[1:].float(), torch.full((V - 1, 1), 2.0**17 * math.exp(-18.0), device=DEVICE), roundings=5e3)
+    actual = torch.autograd.grad(loss, weight, factors)[0]
+    assert_close(actual[1:].float(), torch.full((V - 1, 1), 2.0**17 * math.exp(-18.0), device=DEVICE), roundings=5e3)
 
 
 class Results(TorchDispatchMode):
@@ -296,13 +296,13 @@ class Results(TorchDispatchMode):
         self.largest, self.scaled = 0, []
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        found = func(*args, **(kwargs or {}))
-        for x in found if isinstance(found, tuple | list) else (found,):
+        actual = func(*args, **(kwargs or {}))
+        for x in actual if isinstance(actual, tuple | list) else (actual,):
             if isinstance(x, Tensor):
                 self.largest = max(self.largest, x.numel() * x.itemsize)
         if "addmm" in func.name() and (kwargs or {}).get("alpha", 1) != 1:
-            self.scaled.append(found.dtype)
-        return found
+            self.scaled.append(actual.dtype)
+        return actual
 
 
 def test_fp16_scales_back_in_fp32(kernels):
@@ -337,9 +337,9 @@ def test_the_logits_are_never_all_there(dtype, limit, kernels, monkeypatch):
     chunk = 4 * V * 4  # the CPU's products of half precision cast to fp32
     x, weight, bias = (y.detach() for y in leaves(M, D, V, dtype))
     target = targets(M, V)
-    for wanted in ([True] * 3, [False] * 3):
+    for expected in ([True] * 3, [False] * 3):
         with Results() as seen:
-            kernels.forward(x, weight, bias, target, IGNORED, 0.1, wanted)
+            kernels.forward(x, weight, bias, target, IGNORED, 0.1, expected)
         assert seen.largest <= chunk
     with Results() as seen:
         kernels.backward(torch.randn(M, device=DEVICE), x, weight, bias, target, IGNORED, 0.1, [True] * 3)

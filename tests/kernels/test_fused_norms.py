@@ -168,18 +168,18 @@ def test_gradients_with_strides(norm):
     directions = [t.float().expand(3, 4, 6) for t in directions]
     for i in range(4):
         of_results = [directions[i], directions[i - 1]][: 1 + norm.adds]
-        found = torch.autograd.grad(norm(*leaves, N=6), leaves, of_results)
-        assert_close(found, torch.autograd.grad(norm.formula(*leaves), leaves, of_results))
+        actual = torch.autograd.grad(norm(*leaves, N=6), leaves, of_results)
+        assert_close(actual, torch.autograd.grad(norm.formula(*leaves), leaves, of_results))
 
 
 @pytest.mark.parametrize(("shape", "p"), [((0, 4), 0.0), ((2, 0, 4), 0.5)])
 def test_no_rows(norm, shape, p):
     leaves = norm.leaves(*shape)
     outputs = norm(*leaves, N=4, **({"dropout_p": p} if norm.adds else {}))
-    found = gradients(outputs, leaves)
+    actual = gradients(outputs, leaves)
     assert all(out.shape == shape for out in outputs)
-    assert [grad.shape for grad in found] == [x.shape for x in leaves]
-    assert not any(grad.any() for grad in found)
+    assert [grad.shape for grad in actual] == [x.shape for x in leaves]
+    assert not any(grad.any() for grad in actual)
 
 
 # Under autocast x is in half precision and the residual in fp32. From 4096 on, gradients of two dtypes are written by
@@ -202,9 +202,9 @@ def test_mixed_dtypes(norm, M, N):
             assert a.dtype == (torch.float32 if norm.adds else one)
             assert_close(a, b.to(a.dtype), roundings=100 if norm.adds else 4)
         directions = [random(M, N).to(y.dtype) for y in outputs]
-        found = torch.autograd.grad(outputs, leaves, directions)
+        actual = torch.autograd.grad(outputs, leaves, directions)
         exact = torch.autograd.grad(expected, wide, [x.double() for x in directions])
-        for a, b, t in zip(found, exact, leaves, strict=True):
+        for a, b, t in zip(actual, exact, leaves, strict=True):
             assert_close(a, b.to(t.dtype), roundings=100 if norm.adds and t.dtype == torch.float32 else 4)
 
 
@@ -232,19 +232,19 @@ def test_only_wanted_gradients(monkeypatch, norm):
     each = range(len(tensors))
     subsets = [tuple(each), *((i,) for i in each), tuple(each[1:]), tuple(each[::2]), tuple(each[1 + norm.adds :])]
     for p in (0.0, 0.5) if norm.adds else (0.0,):
-        found = []
-        for wanted in subsets:
+        actual = []
+        for expected in subsets:
             torch.manual_seed(5)
-            given = [t.clone().requires_grad_(i in wanted) for i, t in enumerate(tensors)]
+            given = [t.clone().requires_grad_(i in expected) for i, t in enumerate(tensors)]
             output = norm(*given, N=24, **({"dropout_p": p} if norm.adds else {}))[0]
-            found.append(dict(zip(wanted, gradients(output, [given[i] for i in wanted]), strict=True)))
-            rows = [0 in wanted]
+            actual.append(dict(zip(expected, gradients(output, [given[i] for i in expected]), strict=True)))
+            rows = [0 in expected]
             if norm.adds:  # without dropout both gradients are one tensor
-                rows = [0 in wanted or 1 in wanted, False] if p == 0 else [1 in wanted, 0 in wanted]
-            parameters = [i in wanted for i in each[1 + norm.adds :]]
+                rows = [0 in expected or 1 in expected, False] if p == 0 else [1 in expected, 0 in expected]
+            parameters = [i in expected for i in each[1 + norm.adds :]]
             assert asked[-1] == [*rows, *parameters, *[False] * (results - len(rows) - len(parameters))]
-            for i, gradient in found[-1].items():
-                assert_close(gradient, found[0][i])
+            for i, gradient in actual[-1].items():
+                assert_close(gradient, actual[0][i])
 
 
 def test_statistics_are_fp32():
@@ -313,8 +313,8 @@ def test_half_precision_in_and_fp32_out(norm):
     (expected,) = norm.formula(*wide)
     assert_close(y, expected.float())
     dy, dtypes = random(5, 24).float(), [torch.bfloat16, *[torch.float32] * len(norm.parameters)]
-    found = backward(dy, x, parameters[0], *statistics, *dtypes)
-    for a, b in zip(found, torch.autograd.grad(expected, wide, dy.double()), strict=True):
+    actual = backward(dy, x, parameters[0], *statistics, *dtypes)
+    for a, b in zip(actual, torch.autograd.grad(expected, wide, dy.double()), strict=True):
         assert_close(a, b.to(a.dtype), roundings=4 if a.dtype == torch.bfloat16 else 100)
 
 

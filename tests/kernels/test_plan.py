@@ -99,13 +99,13 @@ def test_tensor_subclasses_have_no_plan(monkeypatch):
 @pytest.mark.slow
 @pytest.mark.parametrize("way", ["launched", "repeated"])
 def test_launches_go_straight_unless_hooks_want_to_see_them(facts, way):
-    found = facts["hooks"][way]
+    actual = facts["hooks"][way]
     for name in ("none", "removed"):
-        assert found[name] == {"straight": [True], "seen": []}, name
+        assert actual[name] == {"straight": [True], "seen": []}, name
     for name in ("enter", "exit"):
-        assert found[name]["straight"] == [False]
-        assert len(found[name]["seen"]) == 1
-        assert "kernel" in found[name]["seen"][0]
+        assert actual[name]["straight"] == [False]
+        assert len(actual[name]["seen"]) == 1
+        assert "kernel" in actual[name]["seen"][0]
 
 
 def test_everything_is_launched_by_launch():

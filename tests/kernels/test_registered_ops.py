@@ -48,10 +48,10 @@ def op_calls() -> dict[str, list[tuple[object, ...]]]:
             extra = call.extra(N, DEVICE)
             inputs = leaves(op, N, DEVICE)
             # All gradients in 16 bits and with dropout, then each alone.
-            for wanted in (range(len(inputs)), *([i] for i in range(len(inputs)))):
-                dtype, p = (torch.float32, 0.0) if len(wanted) == 1 else (torch.float16, 0.5 if call.dropout else 0.0)
-                given = [x.detach().to(dtype).requires_grad_(i in wanted) for i, x in enumerate(inputs)]
-                gradients(tensors(call.call(extra, p, *given)), [given[i] for i in wanted])
+            for expected in (range(len(inputs)), *([i] for i in range(len(inputs)))):
+                dtype, p = (torch.float32, 0.0) if len(expected) == 1 else (torch.float16, 0.5 if call.dropout else 0.0)
+                given = [x.detach().to(dtype).requires_grad_(i in expected) for i, x in enumerate(inputs)]
+                gradients(tensors(call.call(extra, p, *given)), [given[i] for i in expected])
         mask = torch.randn(5, 7, device=DEVICE, requires_grad=True)
         attend(functional.attention, mask, dropout_p=0.1, key_lengths=lengths, causal=True)
         attend(functional.attention_with_weights, mask, window=(2, 1))

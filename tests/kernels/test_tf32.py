@@ -28,15 +28,15 @@ def launched(monkeypatch):
 
     from fastformer_kernels.host import launch
 
-    found: dict[str, dict] = {}
+    actual: dict[str, dict] = {}
 
     def note(kernel, grid, *args, **constants):
-        found[kernel.__name__ if hasattr(kernel, "__name__") else kernel.fn.__name__] = constants
+        actual[kernel.__name__ if hasattr(kernel, "__name__") else kernel.fn.__name__] = constants
 
     for module in {*KERNELS.values(), "delta", "problem"}:
         monkeypatch.setattr(importlib.import_module(f"fastformer_kernels.attention.{module}"), "launch", note)
     assert launch.precision(torch.zeros(1)) == "ieee"
-    return found
+    return actual
 
 
 def attend(K: int, dtype: torch.dtype) -> None:

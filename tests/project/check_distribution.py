@@ -58,9 +58,9 @@ def main() -> None:
         (wheel,), (sdist,) = (folder / "dist").glob("*.whl"), (folder / "dist").glob("*.tar.gz")
         with zipfile.ZipFile(wheel) as archive:
             tops = {entry.partition("/")[0] for entry in archive.namelist()}
-        found = {top for top in tops if not top.endswith(".dist-info")}
-        if found != IN_WHEEL:
-            sys.exit(f"the wheel holds {sorted(found)}, not {sorted(IN_WHEEL)}")
+        actual = {top for top in tops if not top.endswith(".dist-info")}
+        if actual != IN_WHEEL:
+            sys.exit(f"the wheel holds {sorted(actual)}, not {sorted(IN_WHEEL)}")
         with tarfile.open(sdist) as archive:
             inside = {entry.partition("/")[2].partition("/")[0] for entry in archive.getnames()}
         if not inside >= IN_SDIST:

@@ -31,8 +31,8 @@ class Block:
 def blocks(markdown: str) -> list[Block]:
     """All fenced blocks, in order."""
     return [
-        Block(found["language"], found["text"], markdown.count("\n", 0, found.start("text")) + 1)
-        for found in _FENCE.finditer(markdown)
+        Block(actual["language"], actual["text"], markdown.count("\n", 0, actual.start("text")) + 1)
+        for actual in _FENCE.finditer(markdown)
     ]
 
 

@@ -58,7 +58,7 @@ def imports(path: Path, module: str, is_package: bool) -> list[tuple[int, str]]:
 
     What only a type checker reads (`if TYPE_CHECKING`) is no import.
     """
-    found = []
+    actual = []
 
     def visit(node: ast.AST) -> None:
         if isinstance(node, ast.If) and ast.unparse(node.test) in ("TYPE_CHECKING", "typing.TYPE_CHECKING"):
@@ -66,7 +66,7 @@ def imports(path: Path, module: str, is_package: bool) -> list[tuple[int, str]]:
                 visit(other)
             return
         if isinstance(node, ast.Import):
-            found.extend((node.lineno, alias.name) for alias in node.names)
+            actual.extend((node.lineno, alias.name) for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
             base = node.module or ""
             if node.level:
@@ -74,14 +74,14 @@ def imports(path: Path, module: str, is_package: bool) -> list[tuple[int, str]]:
                 parents = here[: len(here) - node.level + is_package]
                 base = ".".join([*parents, base]) if base else ".".join(parents)
             if base == "fastformer":
-                found.extend((node.lineno, f"fastformer.{alias.name}") for alias in node.names)
+                actual.extend((node.lineno, f"fastformer.{alias.name}") for alias in node.names)
             else:
-                found.append((node.lineno, base))
+                actual.append((node.lineno, base))
         for child in ast.iter_child_nodes(node):
             visit(child)
 
     visit(ast.parse(path.read_text(encoding="utf-8")))
-    return [(line, name) for line, name in found if name.startswith("fastformer.")]
+    return [(line, name) for line, name in actual if name.startswith("fastformer.")]
 
 
 def name_of(path: Path) -> tuple[str, bool]:

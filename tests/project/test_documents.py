@@ -49,9 +49,11 @@ LANGUAGES = {"python", "bash", "text", "toml", "{eval-rst}", "{toctree}", "{glos
 
 def pages(*languages: str) -> list:
     """The documents with a block in one of these languages, as parameters with their names."""
-    found = {path: {block.language for block in blocks(path.read_text(encoding="utf-8"))} for path in DOCUMENTS}
+    actual = {path: {block.language for block in blocks(path.read_text(encoding="utf-8"))} for path in DOCUMENTS}
     return [
-        pytest.param(path, id=str(path.relative_to(ROOT))) for path, has in found.items() if has.intersection(languages)
+        pytest.param(path, id=str(path.relative_to(ROOT)))
+        for path, has in actual.items()
+        if has.intersection(languages)
     ]
 
 
@@ -234,9 +236,9 @@ def check_extras(words: list[str]) -> None:
 def test_every_block_says_what_it_is(path: Path) -> None:
     """And so has a rule: what is no program is named as text."""
     markdown = path.read_text(encoding="utf-8")
-    found = blocks(markdown)
-    assert {block.language for block in found} <= LANGUAGES
-    assert len(re.findall(r"^(```|:::)", markdown, re.M)) == 2 * len(found)
+    actual = blocks(markdown)
+    assert {block.language for block in actual} <= LANGUAGES
+    assert len(re.findall(r"^(```|:::)", markdown, re.M)) == 2 * len(actual)
 
 
 @pytest.mark.parametrize("path", [pytest.param(path, id=str(path.relative_to(ROOT))) for path in LINKING])

@@ -11,16 +11,16 @@ UNLOCKED = {"torch"}  # its hash depends on the machine
 
 
 def name_of(requirement: str) -> str:
-    found = re.match(r"[A-Za-z0-9._-]+", requirement)
-    assert found, requirement
-    return re.sub(r"[-_.]+", "-", found[0]).lower()
+    actual = re.match(r"[A-Za-z0-9._-]+", requirement)
+    assert actual, requirement
+    return re.sub(r"[-_.]+", "-", actual[0]).lower()
 
 
 def pins(path: str) -> dict[str, str]:
     """The versions of a file, by name."""
     lines = (ROOT / path).read_text(encoding="utf-8").splitlines()
-    found = [re.match(r"([A-Za-z0-9._-]+)==([^ ;\\]+)", line) for line in lines]
-    return {name_of(each[1]): each[2] for each in found if each}
+    actual = [re.match(r"([A-Za-z0-9._-]+)==([^ ;\\]+)", line) for line in lines]
+    return {name_of(each[1]): each[2] for each in actual if each}
 
 
 def wanted(extra: str | None = None) -> set[str]:

@@ -82,8 +82,8 @@ def test_multi30k():
     x = torch.randn(2, 7, 12, dtype=torch.float64)
     attention = theirs.encoder[0].attentions[0]
     q, k, v = (attention.split(projection, x) for projection in (attention.w_q, attention.w_k, attention.w_v))
-    found = fastformer.functional.attention(q, k, v, own.bool()).transpose(1, 2).reshape(x.shape)
-    assert_close(attention.w_o(found), attention(x, x, own))
+    actual = fastformer.functional.attention(q, k, v, own.bool()).transpose(1, 2).reshape(x.shape)
+    assert_close(attention.w_o(actual), attention(x, x, own))
 
 
 @torch.no_grad()
@@ -176,9 +176,9 @@ def test_wikitext2(final_norm):
     )
     mask = minus_infinity(ahead(7))
     expected = theirs(ids.T, mask).log_softmax(-1).transpose(0, 1).flatten(0, 1)
-    found = ours.logits(ours(ids, torch.tensor([7, 7]))).log_softmax(-1)
-    assert_close(found[:, : len(known)].contiguous(), expected)
-    assert found[:, len(known) :].exp().max() == 0  # <pad> and <bos> are never predicted
+    actual = ours.logits(ours(ids, torch.tensor([7, 7]))).log_softmax(-1)
+    assert_close(actual[:, : len(known)].contiguous(), expected)
+    assert actual[:, len(known) :].exp().max() == 0  # <pad> and <bos> are never predicted
     assert torch.equal(hidden(mask), ahead(7))
 
 
@@ -194,7 +194,7 @@ def test_tables_name_settings_that_exist(page):
     fields = {field.name: field for config in SETTINGS[kind] for field in dataclasses.fields(config)}
     text = (PAGES / f"{page}.md").read_text(encoding="utf-8")
     table = text.partition("\n## Settings")[2].partition("\n## ")[0]
-    code = " ".join(found for row in re.findall(r"^\|.*\|$", table, re.M) for found in re.findall(r"`([^`]+)`", row))
+    code = " ".join(actual for row in re.findall(r"^\|.*\|$", table, re.M) for actual in re.findall(r"`([^`]+)`", row))
     flags = re.findall(r"\s*--([a-z-]+)", code)
     assert len(flags) >= 8
     for name in flags:

@@ -22,11 +22,11 @@ PAGES = ROOT / "docs" / "tutorials"
 
 def defined(page: str, *names: str) -> list[Any]:
     """Functions of a page of the site, so that the page is what is tested; its blocks with a `def` are run."""
-    found: dict[str, Any] = {}
+    actual: dict[str, Any] = {}
     for program in python_of(page):
         if re.search("^def ", program, re.M):
-            exec(compile(program, f"{page}.md", "exec"), found)
-    return [found[name] for name in names]
+            exec(compile(program, f"{page}.md", "exec"), actual)
+    return [actual[name] for name in names]
 
 
 def python_of(page: str) -> list[str]:

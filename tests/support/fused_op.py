@@ -69,8 +69,8 @@ def outputs_and_gradients(op: Op, inputs: Sequence[Tensor | None], dtype: torch.
         x if x is None else x.detach().to(DEVICE, dtype).requires_grad_() if x.is_floating_point() else x.to(DEVICE)
         for x in inputs
     ]
-    found = op(*cast)
-    outputs = [found] if isinstance(found, Tensor) else list(found)
+    actual = op(*cast)
+    outputs = [actual] if isinstance(actual, Tensor) else list(actual)
     leaves = [x for x in cast if x is not None and x.requires_grad]
     return [*outputs, *gradients(outputs, leaves)]
 
@@ -141,15 +141,15 @@ def assert_module_as_accurate_as_reference(
     """
 
     def results(model: nn.Module) -> list[Tensor]:
-        wanted, leaves = next(model.parameters()).dtype, dict[int, Tensor]()
+        expected, leaves = next(model.parameters()).dtype, dict[int, Tensor]()
 
         def cast(x: Any) -> Any:
             if isinstance(x, Tensor) and x.is_floating_point():
-                return leaves.setdefault(id(x), x.detach().to(DEVICE, wanted).requires_grad_())
+                return leaves.setdefault(id(x), x.detach().to(DEVICE, expected).requires_grad_())
             return x.to(DEVICE) if isinstance(x, Tensor | Layout) else x
 
-        found = getattr(model, method)(*map(cast, args), **{name: cast(x) for name, x in kwargs.items()})
-        outputs = [x for x in (found if isinstance(found, tuple) else (found,)) if x is not None]
+        actual = getattr(model, method)(*map(cast, args), **{name: cast(x) for name, x in kwargs.items()})
+        outputs = [x for x in (actual if isinstance(actual, tuple) else (actual,)) if x is not None]
         return [*outputs, *gradients(outputs, [*leaves.values(), *model.parameters()])]
 
     assert_model_as_accurate_as_reference(module.to(DEVICE, dtype), results)

@@ -78,10 +78,10 @@ def _keep_attributes(of: type, key: Callable[..., Any], *own: str) -> None:
     known: dict[Any, dict[str, Any]] = {}
 
     def initialise_once(self: Any, *args: Any) -> None:
-        attributes = known.get(found := key(*args))
+        attributes = known.get(actual := key(*args))
         if attributes is None:
             initialise(self, *args)
-            known[found] = {name: value for name, value in vars(self).items() if name not in own}
+            known[actual] = {name: value for name, value in vars(self).items() if name not in own}
         else:
             vars(self).update(attributes, **dict(zip(own, args, strict=False)))
 

@@ -86,14 +86,14 @@ class _Rounded(TorchDispatchMode):
             # Added one after the other, n terms of like size have the error of terms rounded sqrt(n / 2) times each.
             eps = min(self.info.eps, torch.finfo(torch.float32).eps) * max(1.0, (terms / 2) ** 0.5)
             args = tree_map_only(Tensor, lambda x: self.rounded(x, eps), args)
-        found = func(*args, **kwargs)
+        actual = func(*args, **kwargs)
         if not func._schema.is_mutable:
-            return tree_map_only(Tensor, lambda x: self.rounded(x, self.info.eps), found)
+            return tree_map_only(Tensor, lambda x: self.rounded(x, self.info.eps), actual)
         for place, argument in enumerate(func._schema.arguments):
             if argument.alias_info is not None and argument.alias_info.is_write:
                 written = args[place] if place < len(args) else kwargs.get(argument.name)
                 tree_map_only(Tensor, lambda x: x.copy_(self.rounded(x, self.info.eps)), written)
-        return found
+        return actual
 
 
 def noise(run: Callable[[], Sequence[Tensor]], exact: Sequence[Tensor], dtype: torch.dtype) -> list[float]:
@@ -101,7 +101,7 @@ def noise(run: Callable[[], Sequence[Tensor]], exact: Sequence[Tensor], dtype: t
     squares = torch.zeros(len(exact), dtype=torch.float64)
     for seed in range(DRAWS):
         with sdpa_kernel(SDPBackend.MATH), _Rounded(dtype, exact[0].device, seed):
-            found = run()
-        for i, (a, e) in enumerate(zip(found, exact, strict=True)):
+            actual = run()
+        for i, (a, e) in enumerate(zip(actual, exact, strict=True)):
             squares[i] += (a - e).abs().amax().square().cpu() if a.numel() else 0.0
     return (squares / DRAWS).sqrt().tolist()

@@ -74,8 +74,8 @@ def test_a_trained_run_is_evaluated_on_its_texts_and_on_files(folder: Path) -> N
     assert out[-1].startswith("accuracy 100.00 % of 16 texts, macro-F1 1.0000, loss 0.")
     (folder / "other.tsv").write_text("plant\tmy cat falls\ntool\tthe saw\n")
     assert "accuracy 50.00 % of 2 texts" in command(folder, "evaluate --run run --source other.tsv")
-    corpus, found = evaluate(folder / "run", folder / "other.tsv")
-    assert (len(corpus), found.predicted.tolist()) == (2, [0, 2])
+    corpus, actual = evaluate(folder / "run", folder / "other.tsv")
+    assert (len(corpus), actual.predicted.tolist()) == (2, [0, 2])
     assert "valid: 16 texts" in command(folder, "evaluate --run run --split valid --checkpoint last")
 
 

@@ -16,14 +16,14 @@ from fastformer.apps.classification.run import read_labelled_corpora
 def test_a_line_is_a_label_a_tab_and_a_text(tmp_path: Path) -> None:
     path = tmp_path / "text.tsv"
     path.write_bytes("\ufeffspam\t win a\tprize \r\n\r\nham\thello\nham\t \n two words \té\u2028b\n".encode())
-    found = read_labelled(path)
-    assert found.labels == ("ham", "spam", "two words")
-    assert found.texts == ["win a\tprize", "hello", "é\u2028b"]
-    assert found.classes.tolist() == [1, 0, 2]
-    assert str(found) == "text.tsv: 3 texts of 3 labels, 2 without text dropped"
+    actual = read_labelled(path)
+    assert actual.labels == ("ham", "spam", "two words")
+    assert actual.texts == ["win a\tprize", "hello", "é\u2028b"]
+    assert actual.classes.tolist() == [1, 0, 2]
+    assert str(actual) == "text.tsv: 3 texts of 3 labels, 2 without text dropped"
     packed = tmp_path / "text.tsv.gz"
     packed.write_bytes(gzip.compress(path.read_bytes()))
-    assert read_labelled(packed, name="text.tsv").texts == found.texts
+    assert read_labelled(packed, name="text.tsv").texts == actual.texts
     # The order of the classes is that of the labels which are given; some may not occur.
     given = read_labelled(path, ["two words", "spam", "ham", "other"], "valid")
     assert (given.classes.tolist(), given.labels) == ([1, 2, 0], ("two words", "spam", "ham", "other"))
@@ -74,22 +74,22 @@ def test_held_out_texts_are_not_in_training_and_files_stay_as_they_are(tmp_path:
 
 def test_scores_against_counting_by_hand() -> None:
     labels = ("a", "b", "c", "never")
-    wanted = [0, 0, 0, 1, 1, 2]
+    expected = [0, 0, 0, 1, 1, 2]
     predicted = [0, 0, 1, 1, 2, 1]
-    corpus = LabelledCorpus([""] * 6, np.array(wanted), labels)
+    corpus = LabelledCorpus([""] * 6, np.array(expected), labels)
     logits = torch.randn(6, 4, generator=torch.Generator().manual_seed(0)).clamp(-1, 1)
     logits[range(6), predicted] = 2.0
-    found = score_logits(logits.split([4, 2]), corpus)
-    assert found.accuracy == 3 / 6
-    assert found.each == {
+    actual = score_logits(logits.split([4, 2]), corpus)
+    assert actual.accuracy == 3 / 6
+    assert actual.each == {
         "a": (3, 1.0, 2 / 3, pytest.approx(0.8)),
         "b": (2, 1 / 3, 1 / 2, pytest.approx(0.4)),
         "c": (1, 0.0, 0.0, 0.0),
         "never": (0, 0.0, 0.0, 0.0),
     }
-    assert found.macro_f1 == pytest.approx((0.8 + 0.4 + 0.0) / 3)  # what neither occurs nor is predicted is left out
-    loss = -logits.double().log_softmax(-1)[range(6), wanted].mean()
-    assert found.loss == pytest.approx(float(loss), rel=1e-6)
+    assert actual.macro_f1 == pytest.approx((0.8 + 0.4 + 0.0) / 3)  # what neither occurs nor is predicted is left out
+    loss = -logits.double().log_softmax(-1)[range(6), expected].mean()
+    assert actual.loss == pytest.approx(float(loss), rel=1e-6)
     assert str(Scores(("x", "y"), np.array([0, 1, 1, 1]), np.array([0, 0, 1, 1]), 0.5)) == (
         "accuracy 75.00 % of 4 texts, macro-F1 0.7333, loss 0.5000"
     )

@@ -25,8 +25,10 @@ def test_help_fits_80_columns_and_cuts_no_name(path: str, tmp_path: Path, monkey
     assert max(map(len, text.splitlines())) <= 80
     first_words = {word for line in text.splitlines() for word in re.findall(r"^ +(--\S+)(?: / (--\S+))?", line)[:1]}
     shown = {name for names in first_words for name in names}
-    wanted = {name for each in COMMANDS[path].params for name in (*each.opts, *each.secondary_opts) if name[:2] == "--"}
-    assert wanted <= shown
+    expected = {
+        name for each in COMMANDS[path].params for name in (*each.opts, *each.secondary_opts) if name[:2] == "--"
+    }
+    assert expected <= shown
 
 
 def test_commands_stand_in_order_of_use() -> None:

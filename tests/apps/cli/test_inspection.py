@@ -67,12 +67,12 @@ def test_compare_prints_the_best_validation_by_the_metric_of_each_run_and_the_se
 
 def test_the_maps_of_a_sentence_carry_its_tokens_and_its_weights(runs: Path) -> None:
     translator = load_translator(runs / "translation")
-    found = attend(translator, "w1 w2")
-    assert found.target == translator.translate(["w1 w2"], SearchOptions())[0]
+    actual = attend(translator, "w1 w2")
+    assert actual.target == translator.translate(["w1 w2"], SearchOptions())[0]
     source, target = translator.source_tokenizer, translator.target_tokenizer
     ids = [*source.encode("w1 w2"), source.eos_id]
-    cross, decoder = found.maps["cross"], found.maps["decoder"]
-    assert cross.keys == found.maps["encoder"].queries == source.pieces(ids)
+    cross, decoder = actual.maps["cross"], actual.maps["decoder"]
+    assert cross.keys == actual.maps["encoder"].queries == source.pieces(ids)
     assert (cross.keys[-1], decoder.keys[0], decoder.queries[-1]) == ("<eos>", "<bos>", "<eos>")
     assert decoder.keys[1:] == decoder.queries[:-1] == cross.queries[:-1]
     given = attend(translator, "w1 w2", "w3 w4 w5")

@@ -39,7 +39,7 @@ CHECKS = {"__post_init__", "check", "computed", "corpus", "parts", "planned", "m
 @pytest.fixture
 def read_settings(monkeypatch: pytest.MonkeyPatch) -> dict[str, set[str]]:
     """The settings that are read, by section, while runs are created and trained, by other code than the checks."""
-    found: dict[str, set[str]] = {"data": set(), "model": set(), "train": set()}
+    actual: dict[str, set[str]] = {"data": set(), "model": set(), "train": set()}
 
     def watch(section: str, settings: type) -> type:
         names = {item.name for item in dataclasses.fields(settings)}
@@ -50,15 +50,15 @@ def read_settings(monkeypatch: pytest.MonkeyPatch) -> dict[str, set[str]]:
                 file = Path(code.co_filename)
                 declaring = file == PACKAGE / "apps" / "settings.py" or file.name == "config.py"
                 if PACKAGE in file.parents and not declaring and code.co_name not in CHECKS:
-                    found[section].add(name)
+                    actual[section].add(name)
             return object.__getattribute__(self, name)
 
         return type(settings.__name__, (settings,), {"__getattribute__": read, "__module__": settings.__module__})
 
     for kind in (TranslationRun, LanguageRun):
-        parts = {name: watch(name, getattr(kind.application, name)) for name in found}
+        parts = {name: watch(name, getattr(kind.application, name)) for name in actual}
         monkeypatch.setattr(kind, "application", dataclasses.replace(kind.application, **parts))
-    return found
+    return actual
 
 
 @pytest.mark.parametrize("case", CASES)

@@ -150,6 +150,6 @@ def test_each_sentence_gives_n_best_lines(ends_of_lines):
     scored = fastformer(*arguments.split(), cwd=ends_of_lines, stdin=b"a\n\na a\n")
     assert scored.returncode == 0, scored.stderr
     scores = [float(line.split("\t")[0]) for line in scored.stdout.splitlines()]
-    found = [scores[first : first + 6] for first in (0, 6, 12)]
-    assert [sum(x > -math.inf for x in each) for each in found] == [4, 1, 4]
-    assert all(each == sorted(each, reverse=True) for each in found)
+    actual = [scores[first : first + 6] for first in (0, 6, 12)]
+    assert [sum(x > -math.inf for x in each) for each in actual] == [4, 1, 4]
+    assert all(each == sorted(each, reverse=True) for each in actual)

@@ -64,11 +64,11 @@ def test_every_choice_is_the_oracles(options, vocabulary):
     before = logits.clone()
     forbidden = [1, 2, 7]
     uniform = grid(B)[torch.randperm(B)]
-    found = choose_ids(logits, options, uniform, forbidden)
+    actual = choose_ids(logits, options, uniform, forbidden)
     expected = [oracle(logits[b].double(), options, float(uniform[b]), forbidden) for b in range(B)]
-    assert found.tolist() == expected
+    assert actual.tolist() == expected
     assert torch.equal(logits, before)
-    assert found.dtype == torch.int64
+    assert actual.dtype == torch.int64
 
 
 def kept(logits, **options):
@@ -109,9 +109,9 @@ def test_the_ends_of_the_unit_interval_choose_what_is_allowed(options):
     forbidden = [0, 1, 35, 36]
     for number in (0.0, 1 - 2**-53):
         uniform = torch.full((200,), number, dtype=torch.float64)
-        found = choose_ids(logits, SamplingOptions(**options), uniform, forbidden=forbidden)
+        actual = choose_ids(logits, SamplingOptions(**options), uniform, forbidden=forbidden)
         expected = [oracle(row.double(), SamplingOptions(**options), number, forbidden) for row in logits]
-        assert found.tolist() == expected
+        assert actual.tolist() == expected
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf])
@@ -138,11 +138,11 @@ def test_streams_depend_on_seed_prompt_and_copy_alone():
 
 def texts(model, prompts, options, context=6, **arguments):
     """Ids that follow each prompt."""
-    found = [[] for _ in prompts]
+    actual = [[] for _ in prompts]
     for step in sample(model, prompts, options, context, RandomStreams(options.seed), **arguments):
         for row, token in step:
-            found[row].append(token)
-    return found
+            actual[row].append(token)
+    return actual
 
 
 @pytest.fixture(scope="module")
@@ -165,15 +165,15 @@ def test_special_tokens_are_not_written(model):
     options = SamplingOptions(seed=0, max_new_tokens=60, stop_at_eos=False, temperature=1e3)
     assert {t for text in texts(model, PROMPTS, options, unk_id=UNK) for t in text} == set(range(17)) - {UNK, PAD, BOS}
     allowed = replace(options, allow_unk=True)
-    for found in (texts(model, PROMPTS, options), texts(model, PROMPTS, allowed, unk_id=UNK)):
-        assert {t for text in found for t in text} == set(range(17)) - {PAD, BOS}
+    for actual in (texts(model, PROMPTS, options), texts(model, PROMPTS, allowed, unk_id=UNK)):
+        assert {t for text in actual for t in text} == set(range(17)) - {PAD, BOS}
 
 
 def test_a_text_ends_at_eos_and_leaves_the_batch(model):
     options = SamplingOptions(seed=1, max_new_tokens=60, temperature=2.0)
-    found = texts(model, PROMPTS * 3, options)
-    assert len({len(text) for text in found}) > 4
-    for text in found:
+    actual = texts(model, PROMPTS * 3, options)
+    assert len({len(text) for text in actual}) > 4
+    for text in actual:
         assert EOS not in text[:-1]
         assert len(text) == 60 or text[-1] == EOS
     endless = texts(model, PROMPTS, replace(options, stop_at_eos=False))
@@ -182,8 +182,8 @@ def test_a_text_ends_at_eos_and_leaves_the_batch(model):
     # Eos may also be padding or bos, as in GPT-2.
     for changes in ({}, {"pad_id": EOS}, {"bos_id": EOS}):
         for least in (0, 1, 9):
-            found = texts(eager_model(1000.0, **changes), PROMPTS, replace(options, min_new_tokens=least))
-            assert [(len(text), text.index(EOS)) for text in found] == [(least + 1, least)] * 4
+            actual = texts(eager_model(1000.0, **changes), PROMPTS, replace(options, min_new_tokens=least))
+            assert [(len(text), text.index(EOS)) for text in actual] == [(least + 1, least)] * 4
 
 
 @pytest.mark.parametrize(

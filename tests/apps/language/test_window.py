@@ -50,8 +50,8 @@ def compare(model, prompts, context, steps, tolerance):
     state, reference = LanguageState(model, prompts, context), Uncached(model, prompts, context)
     torch.testing.assert_close(state.logits, reference.logits(), atol=tolerance, rtol=tolerance)
     for ids in random_tokens(len(prompts), steps):
-        found = state.step(ids)
-        torch.testing.assert_close(found, reference.step(ids.tolist()), atol=tolerance, rtol=tolerance)
+        actual = state.step(ids)
+        torch.testing.assert_close(actual, reference.step(ids.tolist()), atol=tolerance, rtol=tolerance)
         lengths = [len(window) for window in reference.windows]
         assert state.cache.lengths.tolist() == lengths
         assert max(lengths) <= context
@@ -116,8 +116,8 @@ def test_rows_are_independent():
     expected = [together.logits, *(together.step(ids) for ids in tokens)]
     for row, prompt in enumerate(PROMPTS):
         alone = LanguageState(model, [prompt], 8)
-        found = [alone.logits, *(alone.step(ids) for ids in tokens[:, row : row + 1])]
-        torch.testing.assert_close(torch.cat(found), torch.stack(expected)[:, row], atol=1e-10, rtol=0)
+        actual = [alone.logits, *(alone.step(ids) for ids in tokens[:, row : row + 1])]
+        torch.testing.assert_close(torch.cat(actual), torch.stack(expected)[:, row], atol=1e-10, rtol=0)
     state, rows = LanguageState(model, PROMPTS, 8), torch.arange(4)
     kept_rows = {3: [0, 2, 3], 11: [1, 2], 17: [1]}
     for t, ids in enumerate(tokens):

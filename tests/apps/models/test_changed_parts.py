@@ -85,14 +85,14 @@ def test_the_loss_is_that_of_the_logits(make: Callable[[], Any], change: Callabl
     model, (ids, targets, lengths) = make().eval(), BATCH
     change(model)
     if make is language_model:
-        found = language_model_loss(model, LanguageBatch(*BATCH), label_smoothing=0.1)
+        actual = language_model_loss(model, LanguageBatch(*BATCH), label_smoothing=0.1)
     else:
-        found = token_classification_loss(model, LabelledBatch(*BATCH), label_smoothing=0.1)
+        actual = token_classification_loss(model, LabelledBatch(*BATCH), label_smoothing=0.1)
     logits = model.logits(model(ids, lengths))
     expected = F.cross_entropy(logits, targets, label_smoothing=0.1, reduction="sum")
-    assert_close(found, expected)
+    assert_close(actual, expected)
     parameters = list(model.output.parameters())
-    for gradient, wanted in zip(*(torch.autograd.grad(x, parameters) for x in (found, expected)), strict=True):
+    for gradient, wanted in zip(*(torch.autograd.grad(x, parameters) for x in (actual, expected)), strict=True):
         assert_close(gradient, wanted)
 
 
@@ -119,13 +119,13 @@ def test_a_changed_embedding_is_called(change: str, positions: Any) -> None:
     ids, places = torch.tensor([5, 5, 1, 5]), torch.tensor([0, 1, 2, 3])
     out = embedding(ids, places, 4)
     out.square().sum().backward()
-    found = [p.grad for p in embedding.parameters()]
+    actual = [p.grad for p in embedding.parameters()]
     embedding.zero_grad()
     encoded = sinusoidal_positions(6, D)[places] if embedding.positions is None else embedding.positions(places)
     expected = embedding.tokens(ids) * math.sqrt(D) + encoded
     expected.square().sum().backward()
     assert_close(out, expected)
-    for gradient, parameter in zip(found, embedding.parameters(), strict=True):
+    for gradient, parameter in zip(actual, embedding.parameters(), strict=True):
         assert gradient is not None
         assert parameter.grad is not None
         assert gradient.layout == parameter.grad.layout

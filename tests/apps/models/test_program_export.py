@@ -118,9 +118,9 @@ def assert_same(case: Case, run: Callable[..., Any]) -> None:
 
         expected = exact()
         (allowed,) = noise(exact, expected, torch.float32)
-        found = run(**given)
-        assert (found.shape, found.dtype) == (expected[0].shape, torch.float32)
-        error = float((found.double() - expected[0]).abs().max())
+        actual = run(**given)
+        assert (actual.shape, actual.dtype) == (expected[0].shape, torch.float32)
+        error = float((actual.double() - expected[0]).abs().max())
         assert error <= DEVIATIONS * allowed, f"{error:.3g}, allowed {DEVIATIONS * allowed:.3g}"
 
 

@@ -79,11 +79,11 @@ def test_transformers_generates_the_translations_of_a_trained_model(run: Path, h
     translator = load_translator(run)
     hf_model = to_transformers(translator.model)
     hf_model.generation_config.forced_eos_token_id = None
-    found = hf_model.generate(
+    actual = hf_model.generate(
         **hf_tokenizer(TEST.source, return_tensors="pt", padding=True), num_beams=beam, do_sample=False,
         max_new_tokens=LIMIT, length_penalty=1.0, early_stopping=False, bad_words_ids=[[hf_tokenizer.pad_token_id]],
     )  # fmt: skip
-    expected = list(hf_tokenizer.batch_decode(found, skip_special_tokens=True))
+    expected = list(hf_tokenizer.batch_decode(actual, skip_special_tokens=True))
     assert len(set(expected)) > 30
     options = SearchOptions(beam=beam, max_ratio=0.0, max_extra=LIMIT)
     assert translator.translate(TEST.source, options, batch_size=16) == expected

@@ -32,8 +32,8 @@ def hf_logits(model: Any) -> Tensor:
         return out.logits[real.bool()]
     if kind == "bert":
         out = model(input_ids=ids, attention_mask=mask, token_type_ids=batch(LENGTHS, seed=2)[0] % 2)
-        found = out.logits if hasattr(out, "logits") else out.last_hidden_state
-        return found if found.dim() == 2 else found[mask.bool()]
+        actual = out.logits if hasattr(out, "logits") else out.last_hidden_state
+        return actual if actual.dim() == 2 else actual[mask.bool()]
     return model(input_ids=ids, attention_mask=mask).logits[mask.bool()]
 
 
@@ -120,11 +120,11 @@ def test_there_and_back_is_the_same_model(name: str) -> None:
     hf_model = build(name)
     back = to_transformers(from_transformers(hf_model))
     assert type(back) is type(hf_model)
-    expected, found = hf_model.state_dict(), back.state_dict()
-    assert found.keys() == expected.keys()
+    expected, actual = hf_model.state_dict(), back.state_dict()
+    assert actual.keys() == expected.keys()
     for key, x in expected.items():  # the table of positions is as long as the configuration says
-        rows = min(len(x), len(found[key]))
-        assert torch.equal(found[key][:rows], x[:rows]), key
+        rows = min(len(x), len(actual[key]))
+        assert torch.equal(actual[key][:rows], x[:rows]), key
         assert rows == len(x) or "embed_positions" in key
 
 

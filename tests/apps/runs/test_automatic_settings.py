@@ -57,8 +57,8 @@ def test_settings_follow_from_corpus_budget_and_speed(
 ) -> None:
     task, train = Task(TRANSLATION, tokens), TrainConfig(**budget)
     choice = choose(task, TranslationConfig, {}, train, (), speed, on_gpu=speed is GPU)
-    found = {**choice.model, **choice.train}
-    assert {name: found.get(name) for name in expected} == expected
+    actual = {**choice.model, **choice.train}
+    assert {name: actual.get(name) for name in expected} == expected
     assert len(choice.lines) == 3
     assert ("measured here" in choice.lines[1]) == ("minutes" in budget)
     assert ("not measured on a GPU" in choice.lines[0]) == (speed is GPU)

@@ -108,8 +108,8 @@ def test_ctranslate2_translates_and_scores_the_same(tmp_path, variant):
     # Log probabilities of given targets: the whole forward pass.
     texts = ["a h g", "b", "c d e e f a", "unknown"]
     scores = theirs.score_batch(pieces, [target.pieces(target.encode(text)) for text in texts])
-    wanted = torch.tensor([log_p for log_p, _ in translator.score(SENTENCES, texts)])
-    torch.testing.assert_close(torch.tensor([sum(score.log_probs) for score in scores]), wanted, **exact(wanted))
+    expected = torch.tensor([log_p for log_p, _ in translator.score(SENTENCES, texts)])
+    torch.testing.assert_close(torch.tensor([sum(score.log_probs) for score in scores]), expected, **exact(expected))
 
 
 @pytest.mark.parametrize("variant", DECODERS)
@@ -122,8 +122,8 @@ def test_ctranslate2_scores_a_language_model_the_same(tmp_path, variant):
         ids = [tokenizer.bos_id, *tokenizer.encode(sentence), tokenizer.eos_id]
         (score,) = theirs.score_batch([tokenizer.pieces(ids)])
         hidden = model(torch.tensor(ids[:-1]), torch.tensor([len(ids) - 1]))
-        wanted = model.logits(hidden).log_softmax(-1)[range(len(ids) - 1), ids[1:]].detach()
-        torch.testing.assert_close(torch.tensor(score.log_probs), wanted, **exact(wanted))
+        expected = model.logits(hidden).log_softmax(-1)[range(len(ids) - 1), ids[1:]].detach()
+        torch.testing.assert_close(torch.tensor(score.log_probs), expected, **exact(expected))
 
 
 def test_what_ctranslate2_has_not_is_refused(tmp_path):

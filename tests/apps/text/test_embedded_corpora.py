@@ -113,9 +113,9 @@ def test_each_docstring_is_one_line_in_the_part_of_its_file(tmp_path: Path) -> N
     """Copies count once; tests and broken files do not; a new file moves no other one to another part."""
     roots = write_package(tmp_path)
     parts = docstring_corpora(10**9, roots)
-    found = [numbers_in(part) for part in parts]
-    assert set.union(*found) == {f"{i}-{kind}" for i in range(120) for kind in ("module", "class", "method", "nested")}
-    files = [{name.split("-")[0] for name in part} for part in found]
+    actual = [numbers_in(part) for part in parts]
+    assert set.union(*actual) == {f"{i}-{kind}" for i in range(120) for kind in ("module", "class", "method", "nested")}
+    files = [{name.split("-")[0] for name in part} for part in actual]
     assert sum(map(len, files)) == 120
     assert len(files[1]) + len(files[2]) < 40
     (line,) = (line for part in parts for line in part.lines if " 7-class " in line)
@@ -129,7 +129,7 @@ def test_each_docstring_is_one_line_in_the_part_of_its_file(tmp_path: Path) -> N
     (tmp_path / "stated.py").write_bytes(b"# -*- coding: latin-1 -*-\n" + text.encode("latin-1"))
     (tmp_path / "odd.py").write_text(f'"""{SENTENCE.format("odd")} \\ud800 and \\0 end."""\n')
     after = docstring_corpora(10**9, roots)
-    assert [numbers_in(part) - {"café", "odd"} for part in after] == found
+    assert [numbers_in(part) - {"café", "odd"} for part in after] == actual
     assert sum(map(len, after)) == sum(map(len, parts)) + 2
     with pytest.raises(TextError, match=r"no docstring for .* within 10 characters of .*; raise the size"):
         docstring_corpora(10, roots)

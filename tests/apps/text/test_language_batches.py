@@ -45,12 +45,12 @@ def pieces_of(batch: LanguageBatch) -> list[tuple[list[int], list[int]]]:
 
 def expected_pieces(documents: list[list[int]], context: int) -> list[tuple[list[int], list[int]]]:
     """Cut documents one by one: what the arrays must come to."""
-    found = []
+    actual = []
     for tokens in documents:
         read, predicted = [IDS.bos_id, *tokens], [*tokens, IDS.eos_id]
         for start in range(0, len(read), context):
-            found.append((read[start : start + context], predicted[start : start + context]))
-    return found
+            actual.append((read[start : start + context], predicted[start : start + context]))
+    return actual
 
 
 some_documents = st.lists(st.lists(st.integers(2, VOCABULARY - 1), min_size=1, max_size=9), min_size=1, max_size=9)
@@ -64,15 +64,15 @@ def test_every_token_is_predicted_exactly_once_within_the_budget(documents, cont
     batches = LanguageBatches(make_documents(documents), context=context, tokens=budget, seed=seed, shuffle=shuffle)
     seen = list(batches.epoch(epoch))
     assert len(seen) == batches.batches_in(epoch)
-    found = [piece for batch in seen for piece in pieces_of(batch)]
-    assert sorted(found) == sorted(expected_pieces(documents, context))
+    actual = [piece for batch in seen for piece in pieces_of(batch)]
+    assert sorted(actual) == sorted(expected_pieces(documents, context))
     assert sum(batch.tokens for batch in seen) == sum(len(tokens) + 1 for tokens in documents)
     assert all(0 < batch.tokens <= budget for batch in seen)
     assert all(batch.tokens == batch.ids_in.numel() == batch.ids_out.numel() for batch in seen)
     # A batch ends where the next piece does not fit, and not before.
     firsts = [int(batch.lengths[0]) for batch in seen[1:]]
     assert all(batch.tokens + first > budget for batch, first in zip(seen, firsts, strict=False))
-    assert shuffle or found == expected_pieces(documents, context)
+    assert shuffle or actual == expected_pieces(documents, context)
     other = [batch.ids_in.tolist() for batch in batches.epoch(epoch + 1)]
     assert [batch.ids_in.tolist() for batch in batches.epoch(epoch)] == [batch.ids_in.tolist() for batch in seen]
     assert shuffle or other == [batch.ids_in.tolist() for batch in seen]
@@ -94,13 +94,13 @@ def test_columns_are_the_tutorials(count: int, columns: int, bptt: int) -> None:
     tokens = list(range(10, 9 + count))
     expected = tutorial_batches(torch.tensor([*tokens, IDS.eos_id]), columns, bptt)
     batches = ColumnBatches(make_documents([tokens]), columns=columns, context=bptt)
-    found = list(batches.epoch(0))
-    assert len(found) == len(expected) == batches.batches_in(0)
-    for batch, (data, target) in zip(found, expected, strict=True):
+    actual = list(batches.epoch(0))
+    assert len(actual) == len(expected) == batches.batches_in(0)
+    for batch, (data, target) in zip(actual, expected, strict=True):
         assert batch.lengths.tolist() == [len(data)] * columns
         assert torch.equal(batch.ids_in, data.t().flatten())
         assert torch.equal(batch.ids_out, target.t().flatten())
-    assert sum(batch.tokens for batch in found) == columns * (count // columns - 1)
+    assert sum(batch.tokens for batch in actual) == columns * (count // columns - 1)
 
 
 def test_wrong_arguments_of_batches_of_text() -> None:

@@ -109,8 +109,8 @@ def test_a_process_with_padding_alone_takes_part(ddp):
     mean = lambda model, step: sum(transformer_loss(model, step, rank) for rank in range(WORLD)) / WORLD  # noqa: E731
     for name, expected in transformer_steps(lambda model: model, mean).items():
         for rank in range(WORLD):
-            found = torch.load(folder / f"transformer-{rank}.pt", weights_only=True)[name]
-            assert_close(found, expected, roundings=1e3)
+            actual = torch.load(folder / f"transformer-{rank}.pt", weights_only=True)[name]
+            assert_close(actual, expected, roundings=1e3)
 
 
 def test_a_run_goes_on_with_another_number_of_processes(ddp):
@@ -240,8 +240,8 @@ def test_a_killed_worker_ends_torchrun_and_one_process_resumes(tmp_path):
     done = fastformer("train", *f"--run run --resume --steps {last + 3} --device cpu".split(), cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     assert checkpoints.open().step == last + 3
-    (found,) = load_translator(tmp_path / "run", device="cpu").translate(["one"])
-    assert isinstance(found, str)
+    (actual,) = load_translator(tmp_path / "run", device="cpu").translate(["one"])
+    assert isinstance(actual, str)
 
 
 @pytest.mark.slow

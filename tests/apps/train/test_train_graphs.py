@@ -47,12 +47,12 @@ def settings(**changes):
 def batches(count, seed=0, sizes=(1, 9), longest=12):
     """Of few shapes: sides of 16, 32, 48 … tokens."""
     generator = torch.Generator().manual_seed(seed)
-    found = []
+    actual = []
     for number in range(count):
         sentences = int(torch.randint(*sizes, (), generator=generator))
         lengths = torch.randint(1, longest, (sentences, 2), generator=generator).tolist()
-        found.append(random_batch(lengths, seed=100 * seed + number))
-    return found
+        actual.append(random_batch(lengths, seed=100 * seed + number))
+    return actual
 
 
 def train(update, groups, rates=None):
@@ -93,8 +93,8 @@ def test_steps_are_the_eager_ones(tape, changes):
     eager, graphed, model, other = updates(tape, config)
     given = batches(20)
     groups = [given[i : i + config.accumulate] for i in range(0, len(given), config.accumulate)]
-    expected, found = train(eager, groups), train(graphed, groups)
-    torch.testing.assert_close(found, expected, rtol=1e-6, atol=0)
+    expected, actual = train(eager, groups), train(graphed, groups)
+    torch.testing.assert_close(actual, expected, rtol=1e-6, atol=0)
     assert_same_parameters(model, other)
     assert tape.captured >= 4  # norm, optimizer and more than one shape
     assert tape.replayed > 3 * len(groups) // 2
@@ -122,9 +122,9 @@ def test_a_part_that_cannot_be_captured_leaves_eager_steps(tape, broken):
     tape.capture = capturing
     groups = [batches(2)] * 3 + [batches(2, seed=number) for number in range(5)]
     with pytest.warns(RuntimeWarning, match="^training goes on without CUDA graphs, .* not permitted") as seen:
-        found = train(graphed, groups)
+        actual = train(graphed, groups)
     assert len(seen) == 1
-    torch.testing.assert_close(found, train(eager, groups), rtol=1e-6, atol=0)
+    torch.testing.assert_close(actual, train(eager, groups), rtol=1e-6, atol=0)
     assert_same_parameters(model, other)
 
 
@@ -185,8 +185,8 @@ def test_a_run_is_the_eager_one_and_resumes_with_and_without_graphs(tape, tmp_pa
         again.fit()
     assert losses(tmp_path / "with") == losses(tmp_path / "graphs")
     for name in ("graphs", "without"):
-        for found, expected in zip(losses(tmp_path / name), losses(tmp_path / "eager"), strict=True):
-            assert found == (*expected[:2], pytest.approx(expected[2], rel=1e-6), pytest.approx(expected[3], rel=1e-5))
+        for actual, expected in zip(losses(tmp_path / name), losses(tmp_path / "eager"), strict=True):
+            assert actual == (*expected[:2], pytest.approx(expected[2], rel=1e-6), pytest.approx(expected[3], rel=1e-5))
 
 
 def test_graphs_are_for_one_process_on_a_device_that_has_them(tape, monkeypatch):

@@ -125,13 +125,13 @@ def test_a_budget_in_minutes_ends_in_time_with_all_validations(tmp_path, capsys,
     result = run.fit()
     assert result.reason == "minutes"
     assert 0.9 * 60 * minutes <= clock.now - 1000 <= 1.1 * 60 * minutes
-    found = [record for record in read_metrics(tmp_path) if record["kind"] in ("validation", "average")]
-    sizes = {int(record["loss"]) for record in found}
+    actual = [record for record in read_metrics(tmp_path) if record["kind"] in ("validation", "average")]
+    sizes = {int(record["loss"]) for record in actual}
     assert len(sizes) == 1  # values that are compared are of the same examples
     (size,) = sizes
     assert size == SIZE or example * size <= 0.1 * 60 * minutes < example * SIZE
     said = f"validation: on {size} of 100, because all would take more than a tenth of --minutes"
-    assert (said in capsys.readouterr().err) == (size < SIZE) == ("validated_share" in found[0])
+    assert (said in capsys.readouterr().err) == (size < SIZE) == ("validated_share" in actual[0])
 
 
 def test_the_speed_is_that_of_steps_alone(tmp_path):
@@ -140,9 +140,9 @@ def test_the_speed_is_that_of_steps_alone(tmp_path):
     settings = config(steps=None, minutes=1.0, log_every=1, validate_every=9, save_minutes=0.05)
     loss, score = clock.takes(2.0, summed_loss), held_out(clock, 0.1)
     trainer(tmp_path, settings, loss=loss, validate=score, clock=clock).fit()
-    found = [record["tokens_per_second"] for record in read_metrics(tmp_path) if record["kind"] == "train"]
+    actual = [record["tokens_per_second"] for record in read_metrics(tmp_path) if record["kind"] == "train"]
     tokens = [batch.tokens for epoch in range(5) for batch in Source().epoch(epoch)]
-    assert found == pytest.approx([count / 2.0 for count in tokens[: len(found)]])
+    assert actual == pytest.approx([count / 2.0 for count in tokens[: len(actual)]])
 
 
 def test_the_validation_of_a_resumed_run_is_of_the_same_size(tmp_path):
@@ -155,9 +155,9 @@ def test_the_validation_of_a_resumed_run_is_of_the_same_size(tmp_path):
         if minutes == 2.0:
             run.resume()
         run.fit()
-    found = [record["loss"] for record in read_metrics(tmp_path) if record["kind"] == "validation"]
-    assert set(found) == {24.0}
-    assert len(found) > 6
+    actual = [record["loss"] for record in read_metrics(tmp_path) if record["kind"] == "validation"]
+    assert set(actual) == {24.0}
+    assert len(actual) > 6
 
 
 def killed_after(steps):

@@ -272,9 +272,9 @@ def test_the_mean_of_an_epoch_is_over_all_its_tokens(tmp_path):
     rest = trainer(tmp_path, config(steps=23, validate_every=4), loss=loss, validate=None)
     rest.resume()
     rest.fit()
-    found = [record for record in read_metrics(tmp_path) if record["kind"] == "epoch"]
-    assert [(record["epoch"], record["step"]) for record in found] == [(1, 7), (2, 14), (3, 21)]
-    for record, of_epoch in zip(found, seen.values(), strict=False):
+    actual = [record for record in read_metrics(tmp_path) if record["kind"] == "epoch"]
+    assert [(record["epoch"], record["step"]) for record in actual] == [(1, 7), (2, 14), (3, 21)]
+    for record, of_epoch in zip(actual, seen.values(), strict=False):
         losses, tokens = zip(*of_epoch, strict=True)
         assert record["loss"] == pytest.approx(sum(losses) / sum(tokens), rel=1e-6)
 
@@ -428,8 +428,8 @@ def test_a_decay_follows_the_budget_and_stays_at_the_lowest_rate_after_it(name):
     ids=["plateau", "divide", "nan is no better"],
 )
 def test_plateaus_reduce_the_rate(schedule, losses, expected):
-    found = []
+    actual = []
     for loss in losses:
         schedule.observe(loss)
-        found.append(schedule.rate(100, 0.0))
-    assert found == expected
+        actual.append(schedule.rate(100, 0.0))
+    assert actual == expected

@@ -64,8 +64,8 @@ def assert_same_hypotheses(found, expected):
 def test_searches_find_the_same(find, rules, tape):
     given = random_model(6).double(), *sources(RAGGED)
     expected = find(*given, SearchOptions(beam=3, **rules))
-    found = find(*given, SearchOptions(beam=3, **rules, cuda_graphs=True))
-    assert_same_hypotheses(found, expected)
+    actual = find(*given, SearchOptions(beam=3, **rules, cuda_graphs=True))
+    assert_same_hypotheses(actual, expected)
     assert tape.replayed
 
 
@@ -86,6 +86,6 @@ def test_a_step_that_cannot_be_captured_is_eager_from_then_on(tape, monkeypatch)
     with pytest.warns(
         RuntimeWarning, match="goes on without CUDA graphs.*not permitted when stream is capturing"
     ) as said:
-        found = greedy_search(*given, SearchOptions(cuda_graphs=True))
-    assert_same_hypotheses(found, expected)
+        actual = greedy_search(*given, SearchOptions(cuda_graphs=True))
+    assert_same_hypotheses(actual, expected)
     assert len(captures) == len(said) == 1

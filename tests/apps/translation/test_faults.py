@@ -127,10 +127,10 @@ def test_generation_is_what_training_saw():
     """Every generated token is the model's choice after its prefix alone, by the forward pass of training."""
     model = reversing_model()
     batch = reverse_batch(50, 8)
-    for row, found in zip(split_rows(batch), greedy_search(model, batch.source, batch.source_lengths), strict=True):
-        tokens = torch.tensor([BOS, *found.ids])
+    for row, actual in zip(split_rows(batch), greedy_search(model, batch.source, batch.source_lengths), strict=True):
+        tokens = torch.tensor([BOS, *actual.ids])
         hidden = model(row, torch.tensor([len(row)]), tokens, torch.tensor([len(tokens)]))
-        assert model.logits(hidden).argmax(-1).tolist() == [*found.ids, EOS]
+        assert model.logits(hidden).argmax(-1).tolist() == [*actual.ids, EOS]
 
 
 @pytest.mark.parametrize("norm_first", [True, False])
@@ -231,14 +231,14 @@ def test_beams_differ_and_end_with_the_sentence():
     model = reversing_model()
     batch = reverse_batch(60, 6)
     options = SearchOptions(beam=4, n_best=4)
-    for row, found in zip(
+    for row, actual in zip(
         split_rows(batch), beam_search(model, batch.source, batch.source_lengths, options), strict=True
     ):
-        assert len({tuple(h.ids) for h in found}) == 4
-        tokens = torch.tensor([BOS, *found[0].ids])
+        assert len({tuple(h.ids) for h in actual}) == 4
+        tokens = torch.tensor([BOS, *actual[0].ids])
         hidden = model(row, torch.tensor([len(row)]), tokens, torch.tensor([len(tokens)]))
-        total = model.logits(hidden).log_softmax(-1)[range(len(tokens)), [*found[0].ids, EOS]].sum()
-        assert found[0].log_probability == pytest.approx(float(total), abs=1e-4)
+        total = model.logits(hidden).log_softmax(-1)[range(len(tokens)), [*actual[0].ids, EOS]].sum()
+        assert actual[0].log_probability == pytest.approx(float(total), abs=1e-4)
 
 
 # Text and scores
@@ -271,8 +271,8 @@ def test_inference_gives_the_source_that_training_gave(monkeypatch):
 @pytest.mark.parametrize("positions", ["sinusoidal", "learned"])
 def test_too_long_sentences_keep_their_eos(monkeypatch, positions):
     words, model, sources = words_and_model(monkeypatch, positions=positions, max_positions=6)
-    found = Translator(model, words, words, max_source_length=6).translate(["a b c d e f a b c d", "a"])
-    assert len(found) == 2
+    actual = Translator(model, words, words, max_source_length=6).translate(["a b c d e f a b c d", "a"])
+    assert len(actual) == 2
     assert sorted(sources, key=len) == [[*words.encode("a"), EOS], [*words.encode("a b c d e"), EOS]]
 
 

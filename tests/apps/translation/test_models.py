@@ -84,8 +84,8 @@ def test_model_is_torchs_transformer(variant, dtype):
 
 def twin_name(name, wanted):
     """A shared parameter goes by the first of its names, and that differs between the two models."""
-    found = TorchTwin.name(name)
-    return found if found in wanted else "source_tokens.weight"
+    actual = TorchTwin.name(name)
+    return actual if actual in wanted else "source_tokens.weight"
 
 
 @pytest.mark.parametrize("embeddings", ["separate", "tied", "shared"])

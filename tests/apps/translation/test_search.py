@@ -48,15 +48,15 @@ def test_greedy_is_the_uncached_loop(variant, rule):
     model = random_model(1, **MODELS[variant]).double()
     options = SearchOptions(beam=1, max_ratio=1.5, max_extra=4, **RULES[rule])
     source, lengths = sources(RAGGED)
-    found = greedy_search(model, source, lengths, options)
-    for row, hypothesis in zip(rows_of(source, lengths), found, strict=True):
+    actual = greedy_search(model, source, lengths, options)
+    for row, hypothesis in zip(rows_of(source, lengths), actual, strict=True):
         ids, log_p = naive_greedy(model, row, options)
         assert hypothesis.ids == ids
         assert hypothesis.log_probability == pytest.approx(log_p, abs=1e-4)
         assert hypothesis.score == hypothesis.log_probability
     for extra in (0, 2):
         again = greedy_search(model, pad(source, lengths, extra), lengths, options)
-        assert [h.ids for h in again] == [h.ids for h in found]
+        assert [h.ids for h in again] == [h.ids for h in actual]
 
 
 @pytest.mark.parametrize(("variant", "rule"), CASES)
@@ -64,11 +64,11 @@ def test_beam_search_is_the_uncached_loop(variant, rule):
     model = random_model(2, **MODELS[variant]).double()
     options = SearchOptions(beam=3, n_best=3, length_penalty=0.7, max_ratio=1.0, max_extra=3, **RULES[rule])
     source, lengths = sources([3, 1, 5])
-    for row, found in zip(rows_of(source, lengths), beam_search(model, source, lengths, options), strict=True):
+    for row, actual in zip(rows_of(source, lengths), beam_search(model, source, lengths, options), strict=True):
         expected = naive_beam(model, row, options)
-        assert [h.ids for h in found] == [ids for ids, _, _ in expected]
-        assert [h.log_probability for h in found] == pytest.approx([total for _, total, _ in expected], abs=1e-4)
-        assert [h.score for h in found] == pytest.approx([score for _, _, score in expected], abs=1e-4)
+        assert [h.ids for h in actual] == [ids for ids, _, _ in expected]
+        assert [h.log_probability for h in actual] == pytest.approx([total for _, total, _ in expected], abs=1e-4)
+        assert [h.score for h in actual] == pytest.approx([score for _, _, score in expected], abs=1e-4)
 
 
 def test_wide_beam_search_is_exhaustive():
@@ -81,24 +81,24 @@ def test_wide_beam_search_is_exhaustive():
     true = [sequence_scores(model, row, every) for row in rows_of(source, lengths)]
     for length_penalty in (0.0, 0.6, 1.0):
         options = SearchOptions(beam=len(every), n_best=len(every), max_length=L, length_penalty=length_penalty)
-        for totals, found in zip(true, beam_search(model, source, lengths, options), strict=True):
+        for totals, actual in zip(true, beam_search(model, source, lengths, options), strict=True):
             scores = {
                 tuple(i for i in tokens if i != EOS): total / len(tokens) ** length_penalty
                 for tokens, total in zip(every, totals, strict=True)
             }
             best = sorted(scores, key=lambda ids: -scores[ids])
-            assert len(found) == len(every) == 121
-            assert [tuple(h.ids) for h in found] == best
-            assert [h.score for h in found] == pytest.approx([scores[ids] for ids in best], abs=1e-5)
+            assert len(actual) == len(every) == 121
+            assert [tuple(h.ids) for h in actual] == best
+            assert [h.score for h in actual] == pytest.approx([scores[ids] for ids in best], abs=1e-5)
 
 
 def test_vocabulary_smaller_than_the_beam():
     """Where there are fewer hypotheses than beams, only real ones come back."""
     model = random_model(7, source_vocabulary=5, target_vocabulary=5).double()
     source, lengths = sources([1, 2], vocabulary=5)
-    found = beam_search(model, source, lengths, SearchOptions(beam=8, n_best=8, max_length=1))
-    assert [sorted(h.ids for h in sentence) for sentence in found] == [[[], [UNK], [4]]] * 2
-    assert all(math.isfinite(h.score) for sentence in found for h in sentence)
+    actual = beam_search(model, source, lengths, SearchOptions(beam=8, n_best=8, max_length=1))
+    assert [sorted(h.ids for h in sentence) for sentence in actual] == [[[], [UNK], [4]]] * 2
+    assert all(math.isfinite(h.score) for sentence in actual for h in sentence)
 
 
 def one_of(found):
@@ -121,8 +121,8 @@ def test_lengths(search, bias, rules, sizes):
     model = random_model(8, output_bias=True)
     with torch.no_grad():
         model.output.bias[EOS] += bias
-    found = search(model, *sources([2, 7]), SearchOptions(beam=2, **rules))
-    assert [len(h.ids) for h in one_of(found)] == sizes
+    actual = search(model, *sources([2, 7]), SearchOptions(beam=2, **rules))
+    assert [len(h.ids) for h in one_of(actual)] == sizes
 
 
 @pytest.mark.parametrize("same", ["pad_id", "bos_id"])
@@ -131,8 +131,8 @@ def test_what_ends_may_be_what_begins_or_pads(same, search):
     model = random_model(1, output_bias=True, **{same: EOS}).eval()
     with torch.no_grad():
         model.output.bias[EOS] += 1000.0
-    found = search(model, *sources(RAGGED), SearchOptions(min_length=2, max_length=9))
-    assert {len(h.ids) for h in one_of(found)} == {2}
+    actual = search(model, *sources(RAGGED), SearchOptions(min_length=2, max_length=9))
+    assert {len(h.ids) for h in one_of(actual)} == {2}
 
 
 def test_learned_positions_end_the_translation():
@@ -159,11 +159,11 @@ def test_nothing_left_to_say_ends_the_sentence():
     """Every word used up, the end still forbidden: it ends all the same, and no score is NaN."""
     model = random_model(11, source_vocabulary=7, target_vocabulary=7)
     options = SearchOptions(beam=3, n_best=3, no_repeat_ngram=1, min_length=9, max_extra=20)
-    found = beam_search(model, *sources([2, 4], vocabulary=7), options)
-    for h in itertools.chain(*found):
+    actual = beam_search(model, *sources([2, 4], vocabulary=7), options)
+    for h in itertools.chain(*actual):
         assert sorted(h.ids) == [UNK, 4, 5, 6]
         assert math.isfinite(h.score)
-    assert all(len({tuple(h.ids) for h in sentence}) == 3 for sentence in found)
+    assert all(len({tuple(h.ids) for h in sentence}) == 3 for sentence in actual)
 
 
 @pytest.mark.parametrize("search", [greedy_search, beam_search])
@@ -197,12 +197,12 @@ def test_finished_sentences_leave_the_batch(monkeypatch):
     monkeypatch.setattr(DecoderState, "step", count)
     model = reversing_model()
     batch = reverse_batch(2000, 40)
-    found = greedy_search(model, batch.source, batch.source_lengths)
-    sizes = torch.tensor([len(h.ids) + 1 for h in found])
+    actual = greedy_search(model, batch.source, batch.source_lengths)
+    sizes = torch.tensor([len(h.ids) + 1 for h in actual])
     running = [int((sizes > t).sum()) for t in range(int(sizes.max()))]
     assert all(left <= rows < left / 0.875 for left, rows in zip(running, steps, strict=True))
     # What is still computed for a finished sentence does not count.
-    for row, hypothesis in zip(rows_of(batch.source, batch.source_lengths), found, strict=True):
+    for row, hypothesis in zip(rows_of(batch.source, batch.source_lengths), actual, strict=True):
         [expected] = sequence_scores(model, row, [[*hypothesis.ids, EOS]])
         assert hypothesis.log_probability == pytest.approx(expected, abs=1e-4)
 

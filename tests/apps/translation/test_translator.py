@@ -74,9 +74,9 @@ def test_order_and_bleu(translator):
 
 def test_empty_lines_stay_where_they_are(translator):
     source = ["two one", "", "three", "   ", "\t"]
-    found = translator.translate(source)
-    assert [bool(text) for text in found] == [True, False, True, False, False]
-    assert found[0] == translator.translate(["two one"])[0]
+    actual = translator.translate(source)
+    assert [bool(text) for text in actual] == [True, False, True, False, False]
+    assert actual[0] == translator.translate(["two one"])[0]
     assert translator.translate([]) == []
     assert translator.translate(["", ""]) == ["", ""]
     [[nothing]] = translator.candidates([""], SearchOptions(beam=3, n_best=3))
@@ -97,13 +97,13 @@ def test_attention_reads_a_translation_that_does_not_end(translator):
 def test_candidates(translator):
     source = sentences(6, seed=4)
     options = SearchOptions(beam=4, n_best=3)
-    found = translator.candidates(source, options)
-    assert [len(best) for best in found] == [3] * 6
-    for best in found:
+    actual = translator.candidates(source, options)
+    assert [len(best) for best in actual] == [3] * 6
+    for best in actual:
         assert [c.score for c in best] == sorted((c.score for c in best), reverse=True)
-    assert [best[0].text for best in found] == translator.translate(source, options)
+    assert [best[0].text for best in actual] == translator.translate(source, options)
     # The log probability of the search is that of scoring its text.
-    pairs = [(text, c) for text, best in zip(source, found, strict=True) for c in best if c.text]
+    pairs = [(text, c) for text, best in zip(source, actual, strict=True) for c in best if c.text]
     scored = translator.score([text for text, _ in pairs], [c.text for _, c in pairs], batch_size=5)
     ids = [translator.target_tokenizer.encode(c.text) for _, c in pairs]
     for (_, c), (log_p, tokens), own in zip(pairs, scored, ids, strict=True):
@@ -116,9 +116,9 @@ def test_candidates(translator):
 def test_a_too_long_sentence_is_cut_with_one_warning(translator, caplog):
     long = " ".join(["one"] * 30)
     with caplog.at_level(logging.WARNING, "fastformer"):
-        found = translator.translate([long, "two", long])
+        actual = translator.translate([long, "two", long])
     assert [record.getMessage() for record in caplog.records] == ["2 of 3 sentences cut to 10 tokens"]
-    assert found[0] == translator.translate([" ".join(["one"] * 9)])[0]  # 9 words and eos
+    assert actual[0] == translator.translate([" ".join(["one"] * 9)])[0]  # 9 words and eos
     caplog.clear()
     translator.translate([" ".join(["one"] * 9)])
     assert not caplog.records

@@ -79,14 +79,14 @@ def bits(value: Any, kind: str) -> int:
 
 def allocations_of(tensors: list[torch.Tensor], exact: bool) -> list[Allocation]:
     """The storages of the tensors, and if `exact` which of their bytes the tensors cover."""
-    found: dict[int, Allocation] = {}
+    actual: dict[int, Allocation] = {}
     for x in tensors:
         storage = x.untyped_storage()
         if storage.nbytes() == 0:
             continue
-        a = found.get(storage.data_ptr())
+        a = actual.get(storage.data_ptr())
         if a is None:
-            a = found[storage.data_ptr()] = Allocation(
+            a = actual[storage.data_ptr()] = Allocation(
                 storage.data_ptr(), storage.nbytes(), f"{tuple(x.shape)} {x.dtype}"
             )
             if exact:
@@ -96,7 +96,7 @@ def allocations_of(tensors: list[torch.Tensor], exact: bool) -> list[Allocation]
             marks = torch.from_numpy(a.allowed[first : first + storage.nbytes()])
             shape, strides = (*x.shape, size), (*(s * size for s in x.stride()), 1)
             torch.as_strided(marks, shape, strides, x.storage_offset() * size).fill_(1)
-    return list(found.values())
+    return list(actual.values())
 
 
 class _Launcher:

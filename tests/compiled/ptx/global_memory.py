@@ -87,12 +87,12 @@ class GlobalMemory:
         places = np.searchsorted(self.starts, address, "right").astype(i64) - 1
         outside = (places < 0) | (address + u64(size) > self.ends[places])
         self.machine.refuse(outside, "outside all allocations", number, lanes, address, f"{size} bytes")
-        found = []
+        actual = []
         for p in np.unique(places[~outside]):
             these = np.flatnonzero((places == p) & ~outside)
             a = self.allocations[p]
-            found.append((these, a, ((address[these] - u64(a.base)) // u64(size)).astype(i64)))
-        return found
+            actual.append((these, a, ((address[these] - u64(a.base)) // u64(size)).astype(i64)))
+        return actual
 
     def check(self, number: int, lanes: Any, a: Allocation, index: Any, total: int, kind: str) -> None:
         """Check an access that is inside the allocation. kind: read, write or atomic."""

@@ -177,8 +177,8 @@ class Machine:
         for barrier in {self.program.barrier[to] for to in self.waiting}:
             here = [to for to in self.waiting if self.program.barrier[to] == barrier]
             arrived = np.logical_or.reduce([self.waiting[to] for to in here])
-            there, wanted = (x.reshape(self.blocks, -1).sum(1) for x in (arrived & self.live, self.live))
-            free = (there == wanted) & (there > 0)
+            there, expected = (x.reshape(self.blocks, -1).sum(1) for x in (arrived & self.live, self.live))
+            free = (there == expected) & (there > 0)
             if not free.any():
                 continue
             self.epochs = self.epochs + free

@@ -198,14 +198,14 @@ class Copies:
         if len(lanes) == 0:
             return
         width = min(size * 8, 64)
-        wanted = mask
+        expected = mask
         if given is not None:
             n = m.of_threads(given)[lanes]
             if np.any((n != 0) & (n != size)):
                 raise NotImplementedError("cp.async of a part")
-            wanted = np.zeros(m.lanes, bool)
-            wanted[lanes] = n != 0
-        data = np.stack(m.memory.load(number, wanted, source, width, size * 8 // width), 1)[lanes]
+            expected = np.zeros(m.lanes, bool)
+            expected[lanes] = n != 0
+        data = np.stack(m.memory.load(number, expected, source, width, size * 8 // width), 1)[lanes]
         if m.shared.races:  # from here on the bytes may change at any time
             m.shared.race(number, lanes, index, size, np.ones(len(lanes), bool))
             m.shared.check_overwrite(number, lanes, index, size * 8)

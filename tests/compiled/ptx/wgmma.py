@@ -164,10 +164,10 @@ class Wgmma:
                 self.refuse("register in flight read", number, "A of a wgmma")
             transposes = [0, *transposes]
         else:
-            found, left = self.operand(number, a, 64, k, kinds[1], bool(transposes and transposes[0]))
-            operands.append(found)
-        found, right = self.operand(number, b, n, k, kinds[2], bool(transposes[1:] and transposes[1]))
-        operands.append(found)
+            actual, left = self.operand(number, a, 64, k, kinds[1], bool(transposes and transposes[0]))
+            operands.append(actual)
+        actual, right = self.operand(number, b, n, k, kinds[2], bool(transposes[1:] and transposes[1]))
+        operands.append(actual)
         product = np.matmul(left, right.transpose(0, 2, 1)) * np.float32(sign_a * sign_b)
         # Warp, upper or lower 8 rows, row, 8 columns, pair of columns, column -> registers' elements of each thread.
         product = product.reshape(-1, 2, 8, n // 8, 4, 2).transpose(3, 1, 0, 2, 4, 5).reshape(n // 4, -1, 2)

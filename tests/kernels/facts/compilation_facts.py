@@ -63,8 +63,8 @@ def configuration(kernel: Any, signature: dict[str, str], constants: dict[Any, A
 
 
 def differentiate(outputs: Any, inputs: list[Tensor]) -> None:
-    found = tensors(outputs)
-    torch.autograd.grad(found, inputs, [torch.ones_like(x) for x in found], allow_unused=True)
+    actual = tensors(outputs)
+    torch.autograd.grad(actual, inputs, [torch.ones_like(x) for x in actual], allow_unused=True)
 
 
 def random(*shape: int, dtype: torch.dtype) -> Tensor:

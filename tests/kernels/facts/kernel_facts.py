@@ -167,15 +167,15 @@ def offsets() -> dict[str, list[str]]:
     rows, faults = record([*find_cases("benchmarks.codegen.cases"), *offset_cases()], ARCH)
     if faults:
         raise RuntimeError("\n".join(faults))
-    found: dict[str, list[str]] = {}
+    actual: dict[str, list[str]] = {}
     seen = set()
     for row in rows:
         # Dtypes and sizes of tiles make no other addresses.
         key = row.kernel, *(value for value in map(str, row.job.constants.values()) if not value.isdecimal())
         if key not in seen:
             seen.add(key)
-            found.setdefault(row.kernel, []).extend(narrow_offsets(ttir(row.job)))
-    return found
+            actual.setdefault(row.kernel, []).extend(narrow_offsets(ttir(row.job)))
+    return actual
 
 
 if __name__ == "__main__":

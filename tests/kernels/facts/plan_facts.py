@@ -125,7 +125,7 @@ def hooks(call: Callable[[], object]) -> dict[str, Any]:
     """Call what has been launched before, without and with hooks: did it go straight, and what they saw."""
     from triton import knobs
 
-    found: dict[str, Any] = {}
+    actual: dict[str, Any] = {}
     seen: list[str] = []
 
     def see(metadata: Any) -> None:
@@ -144,8 +144,8 @@ def hooks(call: Callable[[], object]) -> dict[str, Any]:
         call()
         if chain is not None:
             chain.remove(see)
-        found[name] = {"straight": list(_straight), "seen": list(seen)}
-    return found
+        actual[name] = {"straight": list(_straight), "seen": list(seen)}
+    return actual
 
 
 def main() -> None:
@@ -157,7 +157,7 @@ def main() -> None:
 
     null_driver.install()
     triton.JITFunction._do_compile = lambda self, key, *rest, **more: Compiled(f"{self.__name__} {key}")
-    found: dict[str, dict[str, Any]] = {}
+    actual: dict[str, dict[str, Any]] = {}
     inside = False
     repeated: list[Any] = []
     repeat = plan.repeat
@@ -172,7 +172,7 @@ def main() -> None:
 
     def compared(name: str, launcher: Any) -> Any:
         planned = plan.planned(launcher)
-        counts = found[name] = {"calls": 0, "repeated": 0, "differences": []}
+        counts = actual[name] = {"calls": 0, "repeated": 0, "differences": []}
 
         def call(*args: Any) -> None:
             nonlocal inside
@@ -225,8 +225,8 @@ def main() -> None:
     cases = find_cases("benchmarks.codegen.cases")
     for package in sorted({name.split("/")[0] for name, _ in cases}):
         some = [case for name, case in cases if name.startswith(f"{package}/")]
-        wanted = int(sys.argv[1]) * sum(package in name.split(".")[:2] for name in LAUNCHERS.values())
-        for case in some[:: max(1, len(some) // wanted)]:
+        expected = int(sys.argv[1]) * sum(package in name.split(".")[:2] for name in LAUNCHERS.values())
+        for case in some[:: max(1, len(some) // expected)]:
             case()
     x = torch.zeros(4, 32)
     for binds in (False, True):  # a Triton that is not known, then one that is
@@ -261,7 +261,7 @@ def main() -> None:
         "launched": hooks(lambda: launch.launch(kernel, (1,), x, x, 4, 32, BLOCK_P=64, BLOCK_N=32, num_warps=4)),
         "repeated": hooks(lambda: activate(x, None, "gelu", 0.0)),
     }
-    print(json.dumps({"launchers": found, "hooks": doors}))
+    print(json.dumps({"launchers": actual, "hooks": doors}))
 
 
 if __name__ == "__main__":

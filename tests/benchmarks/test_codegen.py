@@ -65,6 +65,7 @@ def test_serialised_means_what_ptxas_says(faults):
 
 
 @needs_triton
+@pytest.mark.slow
 def test_the_kernels_keep_to_the_budget():
     """The budget lists exactly what the launchers choose, every fingerprint is recorded, every row is within limits.
 

@@ -77,6 +77,7 @@ def variant(tmp_path_factory):
 
 
 @pytest.mark.parametrize("loader", LOADERS)
+@pytest.mark.slow
 def test_loads_and_computes_without_the_installed_package_and_beside_it(loader, variant, tmp_path, monkeypatch):
     if loader == "kernels" and (THEIRS is None or THEIRS.origin is None):  # a folder of that name is none of theirs
         pytest.skip("needs Hugging Face's kernels package (make kernel-hub)")

@@ -31,6 +31,7 @@ def test_help_fits_80_columns_and_cuts_no_name(path: str, tmp_path: Path, monkey
     assert expected <= shown
 
 
+@pytest.mark.slow
 def test_commands_stand_in_order_of_use() -> None:
     text = python("-m", "fastformer", "--help").stdout  # here, tests may have imported commands in another order
     names = [

@@ -20,7 +20,10 @@ from tests.apps.pretrained.marian_folder import CODE, write_marian_folder
 
 transformers = pytest.importorskip("transformers")
 
-pytestmark = pytest.mark.filterwarnings("ignore:Recommended. pip install sacremoses")  # which transformers never calls
+pytestmark = [
+    pytest.mark.slow,  # the set-up of all tests trains a run
+    pytest.mark.filterwarnings("ignore:Recommended. pip install sacremoses"),  # which transformers never calls
+]
 
 TRAIN, VALID, TEST = number_corpus("fr", 400, 50, 50)
 LIMIT = 24

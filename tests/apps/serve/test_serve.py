@@ -183,6 +183,7 @@ def test_a_late_request_and_a_failing_model_are_errors(runs, monkeypatch):
     assert "the server's log has the reason" in failed[1]
 
 
+@pytest.mark.slow
 def test_ctrl_c_ends_the_command_and_a_used_port_is_one_line(runs):
     command = [sys.executable, "-m", "fastformer", "serve", "--run", "translation", "--port", "0"]
     process = subprocess.Popen(command, cwd=runs, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)

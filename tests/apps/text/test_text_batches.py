@@ -281,6 +281,7 @@ print([(batch.source.tolist(), batch.target_in.tolist()) for batch in batches.ep
 """
 
 
+@pytest.mark.slow
 def test_another_process_draws_the_same_pieces_or_a_warning_says_so():
     first, second = (python("-c", DRAW) for _ in range(2))
     assert first.returncode == 0, first.stderr

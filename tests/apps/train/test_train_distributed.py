@@ -36,6 +36,8 @@ from tests.support.noise import DEVIATIONS, noise
 from tests.support.processes import start_processes
 from tests.support.python import variables
 
+pytestmark = pytest.mark.slow  # processes that import torch
+
 if not torch.distributed.is_available():
     pytest.skip("torch without torch.distributed", allow_module_level=True)
 
@@ -94,7 +96,6 @@ def fsdp(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[dict[str,
     return folder, spawn(folder, "fsdp")
 
 
-@pytest.mark.slow
 def test_the_losses_are_those_of_one_process(ddp):
     folder, seen = ddp
     assert_same_run(folder / "whole", folder / "one")
@@ -154,7 +155,6 @@ def test_an_error_of_one_process_ends_all(ddp):
         assert "Rows has no method share(rank, world), which 2 processes need" in unshared[1]
 
 
-@pytest.mark.slow  # importing DTensor alone takes longer than the other scenarios
 def test_sharded_parameters_train_the_same_and_their_checkpoints_are_whole(fsdp):
     folder, seen = fsdp
     assert_same_run(folder / "fsdp", folder / "one")
@@ -210,7 +210,6 @@ def worker(launcher: int, rank: int) -> int:
     raise AssertionError(f"torchrun {launcher} has no worker {rank}")
 
 
-@pytest.mark.slow  # torchrun and its processes import torch three times
 @pytest.mark.skipif(not Path("/proc/self/task").is_dir(), reason="finds the workers in /proc")
 def test_a_killed_worker_ends_torchrun_and_one_process_resumes(tmp_path):
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "--"]
@@ -244,7 +243,6 @@ def test_a_killed_worker_ends_torchrun_and_one_process_resumes(tmp_path):
     assert isinstance(actual, str)
 
 
-@pytest.mark.slow
 def test_gradients_of_sharded_layers_in_bf16_are_as_exact_as_bf16(fsdp):
     """Within the noise of a formula all of whose numbers are rounded to bf16."""
     folder, _ = fsdp
@@ -266,7 +264,6 @@ def test_gradients_of_sharded_layers_in_bf16_are_as_exact_as_bf16(fsdp):
     assert float(step["norm"]) == pytest.approx(norm, rel=1e-5)
 
 
-@pytest.mark.slow
 def test_gathered_layers_decode_with_a_cache_and_others_say_why_not(fsdp):
     for each in fsdp[1]:
         assert each["caches"]["gathered"] == each["caches"]["plain"] > 1
@@ -332,6 +329,5 @@ def ends(program: str, *arguments: str) -> list[tuple[int, str, str]]:
             process.kill()
 
 
-@pytest.mark.slow  # processes that import torch
 def test_a_command_ends_with_its_own_exit_code():
     assert ends(HELD + COMMAND, "hold", "3") == [(3, "held 0\n", ""), (3, "held 1\n", "")]

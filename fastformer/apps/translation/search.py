@@ -94,9 +94,9 @@ def greedy_search(
 ) -> list[Hypothesis]:
     """Take the most probable token at every step, as `beam_search` with one hypothesis; return one for each sentence.
 
-    The options beam, n_best and length_penalty are ignored.
+    The options beam, n_best, length_penalty and sample are ignored.
     """
-    options = replace(options or SearchOptions(), beam=1, n_best=1)
+    options = replace(options or SearchOptions(), beam=1, n_best=1, sample=False)
     return [best for [best] in beam_search(model, source, source_lengths, options)]
 
 

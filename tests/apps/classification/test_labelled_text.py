@@ -24,9 +24,9 @@ def test_a_line_is_a_label_a_tab_and_a_text(tmp_path: Path) -> None:
     packed = tmp_path / "text.tsv.gz"
     packed.write_bytes(gzip.compress(path.read_bytes()))
     assert read_labelled(packed, name="text.tsv").texts == actual.texts
-    # The order of the classes is that of the labels which are given; some may not occur.
-    given = read_labelled(path, ["two words", "spam", "ham", "other"], "valid")
-    assert (given.classes.tolist(), given.labels) == ([1, 2, 0], ("two words", "spam", "ham", "other"))
+    # The order of the classes is that of the labels that the caller passes; some may not occur.
+    corpus = read_labelled(path, ["two words", "spam", "ham", "other"], "valid")
+    assert (corpus.classes.tolist(), corpus.labels) == ([1, 2, 0], ("two words", "spam", "ham", "other"))
     # Composed and decomposed labels are one class.
     path.write_text("caf\u00e9\ta\ncafe\u0301\tb\nbar\tc\n", encoding="utf-8")
     assert (read_labelled(path).labels, read_labelled(path).classes.tolist()) == (("bar", "caf\u00e9"), [1, 1, 0])
@@ -64,9 +64,9 @@ def test_held_out_texts_are_not_in_training_and_files_stay_as_they_are(tmp_path:
         assert set(zip(corpus.texts, corpus.classes.tolist(), strict=True)) <= expected
     (tmp_path / "valid").write_text("a\tother\n")
     data = ClassificationDataConfig(train_text=path, valid_text=tmp_path / "valid", held_out=0.1)
-    given = read_labelled_corpora(data)
-    assert (given["valid"].texts, given["test"].texts) == (["other"], test.texts)
-    assert given["train"].texts == [line for i in range(50) if (line := f"text {i % 40}") not in test.texts]
+    corpora = read_labelled_corpora(data)
+    assert (corpora["valid"].texts, corpora["test"].texts) == (["other"], test.texts)
+    assert corpora["train"].texts == [line for i in range(50) if (line := f"text {i % 40}") not in test.texts]
     path.write_text("a\tx\nb\ty\n")
     with pytest.raises(ValueError, match=r"train: 2 different texts are too few .* give valid_text and test_text"):
         read_labelled_corpora(ClassificationDataConfig(train_text=path))

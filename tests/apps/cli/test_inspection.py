@@ -75,11 +75,11 @@ def test_the_maps_of_a_sentence_carry_its_tokens_and_its_weights(runs: Path) -> 
     assert cross.keys == actual.maps["encoder"].queries == source.pieces(ids)
     assert (cross.keys[-1], decoder.keys[0], decoder.queries[-1]) == ("<eos>", "<bos>", "<eos>")
     assert decoder.keys[1:] == decoder.queries[:-1] == cross.queries[:-1]
-    given = attend(translator, "w1 w2", "w3 w4 w5")
-    assert given.maps["cross"].queries == ["w3", "w4", "w5", "<eos>"]
+    attended = attend(translator, "w1 w2", "w3 w4 w5")
+    assert attended.maps["cross"].queries == ["w3", "w4", "w5", "<eos>"]
     read = torch.tensor([target.bos_id, *target.encode("w3 w4 w5")])
     expected = translator.model.attention_maps(torch.tensor(ids), read)
-    assert all(torch.equal(given.maps[kind].weights, expected[kind]) for kind in ("encoder", "decoder", "cross"))
+    assert all(torch.equal(attended.maps[kind].weights, expected[kind]) for kind in ("encoder", "decoder", "cross"))
     assert attend(translator, "w1", "").maps["cross"].queries == ["<eos>"]
 
 

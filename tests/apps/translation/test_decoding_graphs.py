@@ -37,22 +37,22 @@ def test_replayed_steps_are_the_growing_ones(variant, tape):
 
 @torch.inference_mode()
 def test_no_more_steps_than_stated_and_no_graphs_without_a_gpu(tape, monkeypatch):
-    given = random_model(3).double(), *sources([3])
-    decoder = DecoderState(*given, longest=2)
+    arguments = random_model(3).double(), *sources([3])
+    decoder = DecoderState(*arguments, longest=2)
     for _ in range(2):
         decoder.step(torch.tensor([BOS]))
     with pytest.raises(ValueError, match="longest must be at least the number of steps, not 2"):
         decoder.step(torch.tensor([BOS]))
     monkeypatch.undo()
     with pytest.raises(ValueError, match="cuda_graphs has an effect only with a CUDA device, not with a cpu"):
-        greedy_search(*given, SearchOptions(cuda_graphs=True))
+        greedy_search(*arguments, SearchOptions(cuda_graphs=True))
 
 
 RULES = [{}, {"min_length": 5, "no_repeat_ngram": 2}, {"max_ratio": 0.0, "max_extra": 70}]
 
 
-def assert_same_hypotheses(found, expected):
-    for one, two in zip(found, expected, strict=True):
+def assert_same_hypotheses(actual, expected):
+    for one, two in zip(actual, expected, strict=True):
         for a, b in zip(*(x if isinstance(x, list) else [x] for x in (one, two)), strict=True):
             assert a.ids == b.ids
             assert a.log_probability == pytest.approx(b.log_probability, abs=1e-5)
@@ -62,9 +62,9 @@ def assert_same_hypotheses(found, expected):
 @pytest.mark.parametrize("rules", RULES, ids=str)
 @pytest.mark.parametrize("find", [greedy_search, beam_search])
 def test_searches_find_the_same(find, rules, tape):
-    given = random_model(6).double(), *sources(RAGGED)
-    expected = find(*given, SearchOptions(beam=3, **rules))
-    actual = find(*given, SearchOptions(beam=3, **rules, cuda_graphs=True))
+    arguments = random_model(6).double(), *sources(RAGGED)
+    expected = find(*arguments, SearchOptions(beam=3, **rules))
+    actual = find(*arguments, SearchOptions(beam=3, **rules, cuda_graphs=True))
     assert_same_hypotheses(actual, expected)
     assert tape.replayed
 
@@ -81,11 +81,11 @@ def test_a_step_that_cannot_be_captured_is_eager_from_then_on(tape, monkeypatch)
 
     monkeypatch.setattr(DecoderState, "_logits", waiting)
     monkeypatch.setattr(tape, "capture", lambda step: captures.append(1) or capture(step))
-    given = random_model(7).double(), *sources(RAGGED)
-    expected = greedy_search(*given)
+    arguments = random_model(7).double(), *sources(RAGGED)
+    expected = greedy_search(*arguments)
     with pytest.warns(
         RuntimeWarning, match="goes on without CUDA graphs.*not permitted when stream is capturing"
-    ) as said:
-        actual = greedy_search(*given, SearchOptions(cuda_graphs=True))
+    ) as warnings:
+        actual = greedy_search(*arguments, SearchOptions(cuda_graphs=True))
     assert_same_hypotheses(actual, expected)
-    assert len(captures) == len(said) == 1
+    assert len(captures) == len(warnings) == 1

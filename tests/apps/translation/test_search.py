@@ -142,6 +142,7 @@ def test_learned_positions_end_the_translation():
         model.output.bias[EOS] -= 100
     source, lengths = sources([7, 1])
     assert [len(h.ids) for h in greedy_search(model, source, lengths)] == [8, 8]
+    assert [len(h.ids) for h in greedy_search(model, source, lengths, SearchOptions(sample=True))] == [8, 8]
     assert [len(h.ids) for [h] in beam_search(model, source, lengths)] == [8, 8]
 
 

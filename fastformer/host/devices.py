@@ -105,15 +105,17 @@ def send(device: torch.device | str | None, *tensors: Tensor) -> list[Tensor]:
     if target is None or target.type == "cpu" or not all(x.is_cpu for x in tensors):
         return [x.to(target) for x in tensors]
     unique = {id(x): x for x in tensors}
-    filler = torch.empty(_ALIGNMENT, dtype=torch.uint8, device="cpu")
-    pieces: list[Tensor] = []
-    for x in unique.values():
-        pieces += [x.reshape(-1).view(torch.uint8), filler[: -x.nbytes % _ALIGNMENT]]
-    sizes = [piece.numel() for piece in pieces]
+    sizes = [-(-x.nbytes // _ALIGNMENT) * _ALIGNMENT for x in unique.values()]
     staged = torch.empty(sum(sizes), dtype=torch.uint8, device="cpu", pin_memory=target.type == "cuda")
-    sent = torch.cat(pieces, out=staged).to(target, non_blocking=True).split(sizes)[::2]  # type: ignore[no-untyped-call]
-    views = {key: data.view(x.dtype).view(x.shape) for (key, x), data in zip(unique.items(), sent, strict=True)}
-    return [views[id(x)] for x in tensors]
+
+    def views(buffer: Tensor) -> list[Tensor]:
+        parts = zip(buffer.split(sizes), unique.values(), strict=True)  # type: ignore[no-untyped-call]
+        return [part[: x.nbytes].view(x.dtype).view(x.shape) for part, x in parts]
+
+    for view, x in zip(views(staged), unique.values(), strict=True):
+        view.copy_(x)
+    sent = dict(zip(unique, views(staged.to(target, non_blocking=True)), strict=True))
+    return [sent[id(x)] for x in tensors]
 
 
 def check_probability(name: str, p: float) -> None:

@@ -238,7 +238,7 @@ def _forbid(
     if options.no_repeat_ngram:
         repeats = [(row, i) for row, ids in enumerate(prefixes) for i in _repeats(ids, options.no_repeat_ngram)]
         if repeats:
-            rows, ids = send(log_p.device, *torch.tensor(repeats, device="cpu").T.contiguous())
+            rows, ids = send(log_p.device, *torch.tensor(repeats, device="cpu").T)
             log_p[rows, ids] = -math.inf
     if length <= options.min_length:
         eos = log_p[:, config.eos_id].clone()

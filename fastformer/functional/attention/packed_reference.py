@@ -46,7 +46,7 @@ class Group(NamedTuple):
     query_lengths: Tensor  # int64 [N], on the device
     key_lengths: Tensor  # likewise
     shortest: int  # the shortest key length
-    key_bias: Tensor | None  # fp32 [N, 1, S]: 0 at real keys, -inf behind them; None where all are real
+    key_bias: Tensor | None  # fp32 [N, 1, S]: 0 at real keys, -inf behind them; None where all are real, or on a GPU
 
 
 class Plan(NamedTuple):
@@ -78,8 +78,8 @@ def _cuts(queries: Ints, keys: Ints, heads: int) -> list[int]:
     return cuts
 
 
-def _row_map(layout: Layout, order: Ints, cuts: list[int], heads: int) -> RowMap:
-    """Map the rows of tokens `[T * heads]` to those of padded groups, `[heads, N, L]` each, one after another."""
+def _slots(layout: Layout, order: Ints, cuts: list[int], heads: int) -> tuple[Tensor, int]:
+    """Return which rows of padded groups, `[heads, N, L]` each, hold the tokens `[T * heads]`, of how many rows."""
     lengths = _lengths(layout)
     ends = [*cuts[1:], len(order)]
     start = np.empty(len(order), np.int64)  # of each sequence: first row of head 0
@@ -94,31 +94,33 @@ def _row_map(layout: Layout, order: Ints, cuts: list[int], heads: int) -> RowMap
     sequences = np.repeat(np.arange(len(lengths)), lengths)
     position = np.arange(len(sequences)) - (np.cumsum(lengths) - lengths)[sequences]
     slots = (start[sequences] + position)[:, None] + stride[sequences][:, None] * np.arange(heads)
-    return RowMap.of(send(layout.offsets.device, torch.from_numpy(slots.reshape(-1)))[0], base)
+    return torch.from_numpy(slots.reshape(-1)), base
 
 
 def _plan(layout: Layout, key_layout: Layout, heads: int, key_heads: int) -> Plan:
-    """Group the sequences of a batch by length."""
+    """Group the sequences of a batch by length; from the CPU, everything is sent in one transfer."""
     queries, keys = _lengths(layout), _lengths(key_layout)
     order = np.argsort(-(queries + keys), kind="stable")
-    cuts = _cuts(queries[order], keys[order], heads)
-    groups, device = [], layout.offsets.device
+    queries, keys = queries[order], keys[order]
+    cuts, device = _cuts(queries, keys, heads), layout.offsets.device
+    maps = []
+    if not (len(order) and 0 < queries.min() == queries.max() and 0 < keys.min() == keys.max()):
+        maps.append(_slots(layout, order, cuts, heads))
+        if key_layout is not layout or heads != key_heads:
+            maps.append(_slots(key_layout, order, cuts, key_heads))
+    lengths, *slots = send(device, torch.from_numpy(np.stack([queries, keys])), *(rows for rows, _ in maps))
+    groups = []
     for first, end in zip(cuts, [*cuts[1:], len(order)], strict=True):
-        query_lengths, key_lengths = queries[order[first:end]], keys[order[first:end]]
-        T, S = int(query_lengths.max(initial=0)), int(key_lengths.max(initial=0))
-        shortest = int(key_lengths.min(initial=S))  # a Python int: invisible to modes and traces
-        q, k = torch.from_numpy(query_lengths), torch.from_numpy(key_lengths)
+        T, S = int(queries[first:end].max(initial=0)), int(keys[first:end].max(initial=0))
+        shortest = int(keys[first:end].min(initial=S))  # a Python int: invisible to modes and traces
+        q, k = lengths[:, first:end].unbind()
         bias = None
-        if shortest < S:
+        if shortest < S and device.type == "cpu":
             hidden = torch.arange(S, device="cpu") >= k[:, None, None]
             bias = torch.zeros(len(k), 1, S, device="cpu").masked_fill_(hidden, -math.inf)
-        q, k, *biases = send(device, q, k, *([] if bias is None else [bias]))
-        groups.append(Group(end - first, T, S, q, k, shortest, biases[0] if biases else None))
-    if len(queries) and 0 < queries.min() == queries.max() and 0 < keys.min() == keys.max():
-        return Plan(groups, None)
-    rows = _row_map(layout, order, cuts, heads)
-    same = key_layout is layout and heads == key_heads
-    return Plan(groups, (rows, rows if same else _row_map(key_layout, order, cuts, key_heads)))
+        groups.append(Group(end - first, T, S, q, k, shortest, bias))
+    rows = [RowMap.of(x, places) for x, (_, places) in zip(slots, maps, strict=True)]
+    return Plan(groups, (rows[0], rows[-1]) if rows else None)
 
 
 def packed_attention(
@@ -158,7 +160,7 @@ def _attend(q: Tensor, k: Tensor, v: Tensor, group: Group, same: bool, rules: At
     (H, N, T), (Hkv, _, S) = q.shape[:3], k.shape[:3]
     by_start = rules.alignment == "top_left"
     # Causal self-attention needs no lengths: the keys up to a real query are real.
-    needs_no_lengths = group.key_bias is None or (rules.causal and same)
+    needs_no_lengths = group.shortest == S or (rules.causal and same)
     bias = rules.distance_bias
     plain = q.is_cpu and by_start and Hkv == H and (rules.window, rules.softcap, rules.sinks) == (None, None, None)
     if bias is not None:

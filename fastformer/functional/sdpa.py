@@ -60,7 +60,7 @@ def sdpa(
         query: `[B, H, T, K]`, and the others as in SDPA. Dropout draws other numbers than SDPA from the same seed.
 
     Returns:
-        SDPA's result; 0 for a query that may attend to nothing, as in SDPA.
+        SDPA's result; 0 for a query that may attend to nothing, which SDPA on a GPU does not always give.
     """
     inputs = query, key, value
     visible = None if attn_mask is None or is_causal else _visible(*inputs, attn_mask, enable_gqa)

@@ -4,6 +4,7 @@ from functools import partial
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd import forward_ad, gradcheck
 from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -114,6 +115,33 @@ def test_a_query_without_keys_gives_zero_and_changes_no_gradient(op):
     assert_same(out[:, :, :1], op(q[:, :, :1], k, v, mask[:1]), [q, k, v])
     out = op(q, k, v, mask)[:, :, 1]
     assert not any(x.any() for x in gradients(out, [q, k, v]))
+
+
+@pytest.fixture
+def masks_of_sdpa(monkeypatch):
+    """The masks that torch's SDPA gets."""
+    seen, sdpa = [], F.scaled_dot_product_attention
+    monkeypatch.setattr(F, "scaled_dot_product_attention", lambda *x, **more: seen.append(x[3]) or sdpa(*x, **more))
+    return seen
+
+
+@pytest.mark.parametrize("rules", [{"mask": random(T, 1)}, {"query_lengths": torch.tensor([T, 2, 0])}], ids=list)
+def test_a_mask_of_queries_reaches_sdpa_with_all_keys(rules, masks_of_sdpa):
+    """On a GPU SDPA refuses a mask that is broadcast over the keys."""
+    attention(*(random(B, H, n, 3) for n in (T, S, S)), **rules)
+    (mask,) = masks_of_sdpa
+    assert mask.shape[-1] == S
+    assert mask.stride(-1) == 1
+
+
+@pytest.mark.parametrize("rules", [{"mask": random(T, S)}, {"distance_bias": random(H, 2 * S - 1)}], ids=list)
+def test_a_mask_that_is_trained_alone_does_without_sdpa(rules, masks_of_sdpa):
+    """On a GPU SDPA's backward pass lacks what only a gradient of q, k or v makes its forward pass keep."""
+    x, trained = [random(B, H, n, 3) for n in (T, S, S)], list(rules.values())
+    expected = gradients(attention(*x, **rules), trained)
+    assert masks_of_sdpa.pop().requires_grad
+    assert_close(gradients(attention(*(y.detach() for y in x), **rules), trained), expected)
+    assert not masks_of_sdpa
 
 
 def test_a_bias_that_is_finite_hides_nothing():

@@ -5,7 +5,7 @@ import torch
 
 import fastformer
 from fastformer import functional
-from tests.support.fused_op import needs_kernels
+from tests.support.fused_op import DEVICE, needs_kernels
 
 pytestmark = needs_kernels
 
@@ -35,14 +35,14 @@ def launched(monkeypatch):
 
     for module in {*KERNELS.values(), "delta", "problem"}:
         monkeypatch.setattr(importlib.import_module(f"fastformer_kernels.attention.{module}"), "launch", note)
-    assert launch.precision(torch.zeros(1)) == "ieee"
+    assert launch.precision(torch.zeros(1, device=DEVICE)) == "ieee"
     return actual
 
 
 def attend(K: int, dtype: torch.dtype) -> None:
     """Everything that attention does."""
-    q, k, v = (torch.zeros(1, 2, 600, K, dtype=dtype, requires_grad=True) for _ in range(3))
-    mask = torch.zeros(600, 600, requires_grad=True)
+    q, k, v = (torch.zeros(1, 2, 600, K, dtype=dtype, device=DEVICE, requires_grad=True) for _ in range(3))
+    mask = torch.zeros(600, 600, device=DEVICE, requires_grad=True)
     with fastformer.backend("triton"):
         out, weights = functional.attention_with_weights(q, k, v, mask)
         torch.autograd.grad(out.sum() + weights.sum(), (q, k, v, mask))
@@ -81,7 +81,7 @@ def test_tiles_of_tf32_are_tall_enough_for_matrix_units(K, launched, high):
     """sm_90 multiplies 64 rows at a time: of queries, or of keys where scores are transposed."""
     from fastformer_kernels.host.launch import device_of
 
-    if device_of(torch.empty(0)).architecture not in ("sm_90", "sm_100"):
+    if device_of(torch.empty(0, device=DEVICE)).architecture not in ("sm_90", "sm_100"):
         pytest.skip("older GPUs multiply 16 rows at a time")
     attend(K, torch.float32)
     for name in ("_attention", "_attention_queries", "_attention_mask_gradient", "_attention_weights"):

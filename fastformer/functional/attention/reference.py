@@ -48,17 +48,26 @@ def attention_over_zeros(q: Tensor, k: Tensor, v: Tensor, rules: AttentionRules)
     # SDPA has no softcap and no sinks; on a CPU it has no fused path with dropout, and the weights' random bits are
     # cheaper here.
     drops = rules.dropout_p > 0.0 and q.device.type == "cpu"
-    if drops or rules.softcap is not None or rules.sinks is not None:
+    if drops or rules.softcap is not None or rules.sinks is not None or _trains_mask_alone(q, k, v, rules):
         return _apply_weights(q, k, v, rules)[0]
     dropout_p, scale, causal = rules.dropout_p, rules.scale, only_causal(rules)
     merged, dead = open_dead_rows(with_distances(q, k, rules), None if causal else allowed_positions(q, k, rules))
     # A bias by distance stays fp32 where SDPA takes an fp32 mask with 16-bit queries.
     if merged is not None and merged.is_floating_point() and not (widens(q) and merged.dtype == torch.float32):
         merged = merged.to(q.dtype)
+    if merged is not None and merged.shape[-1] != k.shape[2]:  # SDPA on a GPU reads no mask of stride 0 over the keys
+        merged = merged.expand(*merged.shape[:-1], k.shape[2]).contiguous()
     # A branch, because numbers of heads are symbols to torch.compile in a sharded model.
     grouped = {"enable_gqa": True} if k.shape[1] != q.shape[1] else {}
     out = F.scaled_dot_product_attention(q, k, v, merged, dropout_p, is_causal=causal, scale=scale, **grouped)
     return out if dead is None else out.masked_fill(dead, 0.0)
+
+
+def _trains_mask_alone(q: Tensor, k: Tensor, v: Tensor, rules: AttentionRules) -> bool:
+    """Return whether only the mask or the bias needs a gradient, for which SDPA's backward fails on a GPU (2.11)."""
+    if not torch.is_grad_enabled() or q.requires_grad or k.requires_grad or v.requires_grad:
+        return False
+    return any(x is not None and x.requires_grad for x in (rules.mask, rules.distance_bias))
 
 
 def attention_with_weights(q: Tensor, k: Tensor, v: Tensor, rules: AttentionRules) -> tuple[Tensor, Tensor]:

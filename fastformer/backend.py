@@ -1,14 +1,12 @@
 """The requested implementation of the ops: `auto`, `triton` or `reference`.
 
-The choice is held in an object (process-wide) and in a `threading.local` (the innermost `with backend(...)`), both of
-which torch.compile guards: it recompiles on a switch. The environment is read once, at import: a compiled region
-would make a value of `os.environ` constant. A ContextVar cannot be read there up to torch 2.13.
+The choice is held in an object, which torch.compile guards: it recompiles on a switch. The environment is read once, at
+import: a compiled region would make a value of `os.environ` constant.
 
 `fastformer.functional.choice` decides whether a request can be met.
 """
 
 import os
-import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Literal, cast, get_args
@@ -37,14 +35,7 @@ class _Process:
         self.nondeterminism = False
 
 
-class _Thread(threading.local):
-    def __init__(self) -> None:
-        # An instance attribute: torch.compile does not guard class attributes, and would miss a switch.
-        self.backend: Backend | None = None
-
-
-# The requested backend: `thread.backend` of the innermost `with backend(...)` if set, else `process.backend`.
-thread, process = _Thread(), _Process()
+process = _Process()
 
 
 def set_backend(name: Backend) -> None:
@@ -66,7 +57,7 @@ def get_backend() -> Backend:
     Raises:
         ValueError: the environment variable has another value.
     """
-    return thread.backend or _check_name(process.backend, ENVIRONMENT_VARIABLE)
+    return _check_name(process.backend, ENVIRONMENT_VARIABLE)
 
 
 def allow_nondeterminism(allowed: bool = True) -> None:
@@ -80,10 +71,14 @@ def allow_nondeterminism(allowed: bool = True) -> None:
 
 @contextmanager
 def backend(name: Backend) -> Iterator[None]:
-    """Choose the implementation inside a `with` block, in this thread only. Blocks nest."""
-    previous = thread.backend
-    thread.backend = _check_name(name, "backend")
+    """Choose the implementation inside a `with` block, for all threads. Blocks nest.
+
+    On a GPU autograd has a thread of its own, which computes checkpointed activations again: with
+    `torch.utils.checkpoint`, let backward run inside the block, too.
+    """
+    previous = process.backend
+    process.backend = _check_name(name, "backend")
     try:
         yield
     finally:
-        thread.backend = previous
+        process.backend = previous

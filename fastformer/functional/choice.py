@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.attention import current_flash_attention_impl
 
-from fastformer.backend import CHOICES, BackendError, get_backend, process, thread
+from fastformer.backend import CHOICES, BackendError, get_backend, process
 from fastformer.functional.attention.fused import decodes
 from fastformer.functional.attention.fused import limit as attention_limit
 from fastformer.functional.attention.reference import only_causal
@@ -89,7 +89,7 @@ def unsupported(op: str, x: Tensor) -> str | None:
     if x.is_cpu:
         if not _INTERPRETED:
             return f"{op} needs a GPU, and the tensor is on the CPU (TRITON_INTERPRET=1 runs kernels there, slowly)"
-        if (thread.backend or process.backend) != "triton":
+        if process.backend != "triton":
             return f"{op} is on the CPU, where the interpreter runs only for backend 'triton'"
         if _FAULT_OF_INTERPRETER is not None:
             return f"{op} {_FAULT_OF_INTERPRETER}"
@@ -97,7 +97,7 @@ def unsupported(op: str, x: Tensor) -> str | None:
         return f"{op} needs an NVIDIA or AMD GPU, and the tensor is on {x.device.type}"
     elif architecture_of(target := _target(x.get_device())) is None:
         return f"{op} needs sm_80 or newer, gfx90a, gfx942, gfx950, gfx11 or gfx12, not {target}"
-    elif target.startswith("gfx") and (thread.backend or process.backend) != "triton":
+    elif target.startswith("gfx") and process.backend != "triton":
         return f"{op} is not measured on this GPU, {target}; backend 'triton' runs the kernels"
     elif FAULT_OF_LAUNCHERS is not None:
         return f"{op} {FAULT_OF_LAUNCHERS}"
@@ -160,7 +160,7 @@ def runs_fused(
     Raises:
         BackendError: backend "triton" was requested and cannot run this call.
     """
-    choice = thread.backend or process.backend  # `get_backend` without its calls, because every op runs this
+    choice = process.backend  # `get_backend` without its calls, because every op runs this
     if choice not in CHOICES:
         choice = get_backend()  # raises, with the choices
     if choice == "reference" or (choice == "auto" and x.is_cpu):  # "auto" needs no reason
@@ -187,7 +187,7 @@ def is_torchs(x: Tensor, weight: Tensor | None, bias: Tensor | None = None) -> b
             and x.is_cpu
             and (weight is None or (weight.is_cpu and weight.dtype is dtype))
             and (bias is None or (bias.is_cpu and bias.dtype is dtype))
-            and (thread.backend or process.backend) in _WITHOUT_KERNELS_ON_CPU
+            and process.backend in _WITHOUT_KERNELS_ON_CPU
             and not function_modes()
         )
     except AttributeError:  # not tensors

@@ -12,8 +12,9 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from fastformer.backend import backend, get_backend
 from fastformer.host.devices import check_types
-from fastformer.modes import watched
+from fastformer.modes import compiling, watched
 from fastformer.nn.cache import KVCache
 from fastformer.nn.compiled_stack import CompiledStack
 from fastformer.nn.fast_path import has_fast_path, one_token
@@ -152,8 +153,10 @@ class Stack(nn.Module):
     def _run_layer(self, layer: Callable[..., Tensor], *arguments: Any, **options: Any) -> Tensor:
         """Call a layer, with activation checkpointing if `checkpoint_activations` is set."""
         if self.checkpoint_activations and torch.is_grad_enabled():
+            # Backward may compute the layer again after the end of a `with backend(...)`; compiled code has chosen.
+            run = _with_names if compiling() else backend(get_backend())(_with_names)
             # Positional tensors are saved as autograd saves tensors, which detects a mask that changes.
-            call = _with_names, layer, tuple(options), *arguments, *options.values()
+            call = run, layer, tuple(options), *arguments, *options.values()
             return checkpoint(*call, use_reentrant=False)  # type: ignore[no-any-return]
         return layer(*arguments, **options)
 

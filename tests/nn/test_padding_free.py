@@ -7,6 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from fastformer import functional
+from fastformer.backend import backend, get_backend
 from fastformer.packing import Layout, from_nested, to_nested
 from fastformer.packing.layout import RowMap
 from tests.nn.layer_cases import AHEAD, PADDING, STACKS, B, D, H, S, T, check, inputs_for, twins
@@ -224,6 +225,17 @@ def test_layers_that_are_computed_again_in_backward_change_no_bit():
         torch.manual_seed(3)
         outs.append(model(x, **masks))
     assert_same(*outs, [x, *model.parameters()], roundings=0)
+
+
+def test_layers_that_are_computed_again_in_backward_use_the_backend_of_the_forward_pass():
+    model, seen = twins("TransformerEncoder")[0], []
+    model.checkpoint_activations = True
+    model.layers[0].linear1.register_forward_hook(lambda *_: seen.append(get_backend()))
+    with backend("reference"):
+        out = model(random(B, T, D))
+    for _ in range(2):
+        out.sum().backward(retain_graph=True)
+    assert seen == ["reference"] * 3
 
 
 @pytest.mark.filterwarnings("ignore:There is a performance drop")

@@ -3,9 +3,7 @@
 Calls on a GPU are decided on fake tensors by the name of the GPU.
 """
 
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
 
 import pytest
 import torch

@@ -116,24 +116,20 @@ def _attention_cases(B: int, H: int, L: int, K: int, dtype: torch.dtype = torch.
         q, k, v = torch.randn(3, B, H, L, K, device=device).to(dtype)
         return lambda: forward.forward(q, k, v, *arguments)
 
-    def run_backward(needs_q: bool, needs_keys: bool, fast: int, device: torch.device) -> Kernel:
+    def run_backward(needs_q: bool, needs_keys: bool, device: torch.device) -> Kernel:
         q, k, v, dout = torch.randn(4, B, H, L, K, device=device).to(dtype)
         out, lse = forward.forward(q, k, v, *arguments)
         inputs = (dout, q, k, v, out, lse, None, None, needs_q, needs_keys)
 
-        def call(fast: int = fast) -> list[Tensor]:
-            return [x for x in backward.backward(*inputs, bool(fast), *arguments) if x.numel()]
+        def call() -> list[Tensor]:
+            return [x for x in backward.backward(*inputs, *arguments) if x.numel()]
 
         return call
 
     shape = f"{B} x {H} x {L:,} x {K}, causal" + (", fp32" if dtype == torch.float32 else "")
     yield Case("attention forward", shape, run_forward)
-    yield Case("attention backward, keys", shape, partial(run_backward, False, True, 0))
-    yield Case("attention backward, queries", shape, partial(run_backward, True, False, 0))
-    if K <= 128 and dtype != torch.float32:  # wider, there is no fast mode
-        yield Case("attention backward, fast", shape, partial(run_backward, True, True, 1))
-        both = ({"fast": 0}, {"fast": 1})
-        yield Case("attention backward", shape, partial(run_backward, True, True, 0), both)
+    yield Case("attention backward, keys", shape, partial(run_backward, False, True))
+    yield Case("attention backward, queries", shape, partial(run_backward, True, False))
 
 
 def _decode_cases(B: int, H: int, S: int, K: int, dtype: torch.dtype = torch.bfloat16) -> Iterator[Case]:

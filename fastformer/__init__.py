@@ -8,7 +8,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 # Imported eagerly: a later import of the submodule `backend` would replace the function of that name.
-from fastformer.backend import allow_nondeterminism, backend, get_backend, set_backend
+from fastformer.backend import backend, get_backend, set_backend
 
 __version__ = "0.1.0"
 
@@ -43,7 +43,6 @@ __all__ = [
     "TransformerDecoderLayer",
     "TransformerEncoder",
     "TransformerEncoderLayer",
-    "allow_nondeterminism",
     "apps",
     "backend",
     "convert",

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Literal, cast, get_args
 
-__all__ = ["BackendError", "allow_nondeterminism", "backend", "get_backend", "set_backend"]
+__all__ = ["BackendError", "backend", "get_backend", "set_backend"]
 
 Backend = Literal["auto", "triton", "reference"]
 CHOICES: tuple[str, ...] = get_args(Backend)
@@ -32,7 +32,6 @@ class _Process:
     def __init__(self) -> None:
         # Checked on first use, not here: a failing import would show users of the command line a stack trace.
         self.backend: str = os.environ.get(ENVIRONMENT_VARIABLE, "auto")
-        self.nondeterminism = False
 
 
 process = _Process()
@@ -58,15 +57,6 @@ def get_backend() -> Backend:
         ValueError: the environment variable has another value.
     """
     return _check_name(process.backend, ENVIRONMENT_VARIABLE)
-
-
-def allow_nondeterminism(allowed: bool = True) -> None:
-    """Let kernels add gradients in an order that changes from run to run where that is faster; off by default.
-
-    Attention then computes the gradient of the queries with atomic additions, 5 matrix products a tile instead of 7.
-    Has no effect under `torch.use_deterministic_algorithms(True)`.
-    """
-    process.nondeterminism = allowed
 
 
 @contextmanager

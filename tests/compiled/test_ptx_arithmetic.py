@@ -139,6 +139,15 @@ def test_roundings_to_16_bits():
     assert elementwise("cvt.rn.f16.f32 D, A;", [32], 16, [f32(65520.0)]) == [0x7C00]
 
 
+def test_rounding_to_tf32():
+    """To 10 bits, halves away from zero."""
+    steps = [2.0**-10, 2.0**-11, 2.0**-11 - 2.0**-23, 3 * 2.0**-11]
+    rounded = [2.0**-10, 2.0**-10, 0.0, 2.0**-9]
+    given, expected = ([f32(sign * (1 + x)) for sign in (1, -1) for x in values] for values in (steps, rounded))
+    assert elementwise("cvt.rna.tf32.f32 D, A;", [32], 32, given) == expected
+    assert elementwise("cvt.rna.tf32.f32 D, A;", [32], 32, [INF, INF | 1 << 31]) == [INF, INF | 1 << 31]
+
+
 @pytest.mark.parametrize(("name", "pick"), [("max", max), ("min", min)])
 def test_extremes_and_not_a_number(name, pick):
     actual = elementwise(f"{name}.f32 D, A, B;", [32, 32], 32, X, Y)
@@ -157,6 +166,11 @@ def test_comparisons_and_not_a_number(name, suffix):
         for v, w in zip(X, Y, strict=True)
     ]
     assert actual == expected
+
+
+def test_comparisons_for_not_a_number():
+    actual = elementwise("setp.num.f32 %p1, A, B; selp.b32 D, 1, 0, %p1;", [32, 32], 32, X, Y)
+    assert actual == [int(not (is_nan(v) or is_nan(w))) for v, w in zip(X, Y, strict=True)]
 
 
 def test_subnormal_numbers_are_flushed_by_ftz_instructions():

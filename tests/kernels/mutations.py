@@ -31,7 +31,6 @@ MASKS = BACKWARD + "test_gradients_use_the_mask_of_the_forward_pass[mask]"
 FAR_BELOW = BACKWARD + "test_padding_does_not_outweigh_scores_far_below_zero[False]"
 FAR_BELOW_FAST = BACKWARD + "test_padding_does_not_outweigh_scores_far_below_zero[True]"
 DELTA = BACKWARD + "test_delta_has_a_kernel_only_where_dq_has_none"
-FAST = BACKWARD + "test_the_fast_backward_pass"
 GAPS = ATTENTION + "test_rules[gaps]"
 WINDOW = ATTENTION + "test_rules[window]"
 CAUSAL_WINDOW = ATTENTION + "test_rules[causal window]"
@@ -147,10 +146,6 @@ ROWS: dict[str, list[tuple[str, ...]]] = {
          "stride_lse_h) + q_base\n    key_mask_ptr += offset(h, 1, stride_key_mask_b)", GAPS),
         ("row_base = offset(b, 1, stride_lse_b) + offset(h, 1, stride_lse_h) + q_base",
          "row_base = offset(b, 1, stride_lse_b) + offset(h, 1, stride_lse_h)", PACKED),
-        ("dq_ptrs, dq * scale, mask", "dq_ptrs, dq, mask", FAST),
-        ('tl.atomic_add(dq_ptrs, dq * scale, mask=real_rows & in_head, sem="relaxed")',
-         "tl.store(dq_ptrs, tl.load(dq_ptrs, real_rows & in_head) + dq * scale, real_rows & in_head)", FAST,
-         EXECUTED + "race of blocks", "sm_80"),
         ("dv_ptr + wide * stride_dv_s", "dv_ptr + wide * stride_dk_s", WIDER),
         ("offset(hk, ALIGN, stride_dv_h)", "offset(hk, ALIGN, stride_dk_h)", EVERY_OPTION),
         ("stride_dout_t * ALIGN + v_dims[None, :], mask=real & in_value",
@@ -197,7 +192,7 @@ ROWS: dict[str, list[tuple[str, ...]]] = {
         ("else (weights * dweights).sum", "else 0.0 * (weights * dweights).sum",
          ATTENTION + "test_weights_and_their_gradient[key_lengths]"),
         ("q, k, v = to_autocast(q, k, v)", "q, k, v = q, k, v", ATTENTION + "test_autocast_runs_in_low_precision"),
-        ("wants_q, wants_k or wants_v, ctx.fast", "True, True, ctx.fast",
+        ("wants_q, wants_k or wants_v, *arguments", "True, True, *arguments",
          BACKWARD + "test_only_the_gradients_that_are_wanted[wanted0]"),
         ("keys if key_mask is None else keys & key_mask", "keys",
          ATTENTION + "test_rules[bool [B, 1, 1, S] and key mask]"),

@@ -7,9 +7,8 @@ import torch
 from torch import Tensor
 
 import fastformer
-from fastformer.functional import attention, attention_with_weights, packed_attention
+from fastformer.functional import attention, attention_with_weights
 from fastformer.functional.attention import fused as fused_attention
-from fastformer.packing import Layout
 from fastformer_kernels.attention.arguments import Arguments
 from fastformer_kernels.host import launch
 from fastformer_kernels.host.architecture import architecture_of
@@ -23,10 +22,9 @@ from tests.kernels.attention_cases import (
     moved,
     on_device,
     plain,
-    take_the_fast_way,
 )
 from tests.support.closeness import gradients
-from tests.support.fused_op import DEVICE, assert_as_accurate_as_reference, needs_kernels
+from tests.support.fused_op import DEVICE, needs_kernels
 
 pytestmark = needs_kernels
 
@@ -52,27 +50,25 @@ OWN = {
 
 
 @pytest.mark.parametrize(
-    ("own", "V", "rules", "fast"),
+    ("own", "V", "rules"),
     [
-        pytest.param("mask", 16, {}, False, id="mask"),
-        pytest.param("mask", 16, {"causal": True}, True, id="mask, causal, fast"),
-        pytest.param("mask", 16, {"key_lengths": torch.tensor([70, 66])}, True, id="mask, lengths, fast"),
-        pytest.param("mask", 16, {"softcap": 1.0}, False, id="mask, softcap"),
-        pytest.param("bias and sinks", 16, {"causal": True, "window": (30, None)}, False, id="bias, causal, window"),
-        pytest.param("bias and sinks", 16, {}, True, id="bias, fast"),
-        pytest.param("nothing", 40, {}, True, id="wider values, fast"),
-        pytest.param("nothing", 8, {}, False, id="narrower values"),
-        pytest.param("nothing", 200, {}, True, id="values too wide for the fast way"),
+        pytest.param("mask", 16, {}, id="mask"),
+        pytest.param("mask", 16, {"causal": True}, id="mask, causal"),
+        pytest.param("mask", 16, {"key_lengths": torch.tensor([70, 66])}, id="mask, lengths"),
+        pytest.param("mask", 16, {"softcap": 1.0}, id="mask, softcap"),
+        pytest.param("bias and sinks", 16, {"causal": True, "window": (30, None)}, id="bias, causal, window"),
+        pytest.param("bias and sinks", 16, {}, id="bias"),
+        pytest.param("nothing", 40, {}, id="wider values"),
+        pytest.param("nothing", 8, {}, id="narrower values"),
+        pytest.param("nothing", 200, {}, id="much wider values"),
     ],
 )
-def test_gradients_use_the_mask_of_the_forward_pass(own, V, rules, fast, monkeypatch):
+def test_gradients_use_the_mask_of_the_forward_pass(own, V, rules):
     """The mask is read off the weights; the gradients must be those of plain attention with that mask."""
     options = OWN[own]()
     # Two query heads of one key head have masks of their own.
     x = on_device(*heads(2, 2, 40, 70, 16, 1, V), *options.values())
     settings = dict(zip(options, x[3:], strict=True)) | moved(rules)
-    if fast:
-        take_the_fast_way(monkeypatch)
     out, dropped = fused(attention_with_weights, *x[:3], dropout_p=0.4, **settings)
     _, weights = plain(attention_with_weights, *x[:3], **settings)
     expected = gradients(torch.matmul(weights * (dropped != 0) / 0.6, x[2]), x)
@@ -81,14 +77,11 @@ def test_gradients_use_the_mask_of_the_forward_pass(own, V, rules, fast, monkeyp
 
 # numpy, under the interpreter, reports what is hidden or dropped later.
 @pytest.mark.filterwarnings("ignore:overflow encountered", "ignore:invalid value encountered")
-@pytest.mark.parametrize("fast", [False, True])
-def test_padding_does_not_outweigh_scores_far_below_zero(fast, monkeypatch):
+def test_padding_does_not_outweigh_scores_far_below_zero():
     """A padded key scores 0: its weight, beside real scores of 2^-144, is infinite until it is hidden.
 
     Not in fp32, whose masks come before the exponential, and whose log-sum-exp of -144 rounds by 2^-17.
     """
-    if fast:
-        take_the_fast_way(monkeypatch)
     q, k, v = heads(3, 2, 70, 139, 16)  # rows of more than one tile
     q, k = 0.1 * q + 5, 0.1 * k - 5
     at = torch.arange(139)
@@ -116,38 +109,13 @@ def test_delta_has_a_kernel_only_where_dq_has_none(monkeypatch):
     for dweights in (None, torch.zeros(*q.shape[:3], 7, dtype=q.dtype, device=DEVICE)):
         deltas = []
         given = (dout, q, k, v, out, lse, None if dweights is None else added, dweights)
-        for wants_q, wants_keys, fast in itertools.product((False, True), repeat=3):
+        for wants_q, wants_keys in itertools.product((False, True), repeat=2):
             launched.clear()
-            deltas.append(torch.ops.fastformer.attention_backward(*given, wants_q, wants_keys, fast, *settings)[-1])
-            fused_dq = wants_q and not (fast and wants_keys)
-            assert launched.count(attention_backward._attention_queries) == fused_dq
-            assert launched.count(attention_delta._attention_delta) == (not fused_dq)
+            deltas.append(torch.ops.fastformer.attention_backward(*given, wants_q, wants_keys, *settings)[-1])
+            assert launched.count(attention_backward._attention_queries) == wants_q
+            assert launched.count(attention_delta._attention_delta) == (not wants_q)
         assert all(torch.equal(delta, deltas[0]) for delta in deltas)
         torch.testing.assert_close(deltas[0], (out.float() * dout.float()).sum(-1) + (0 if dweights is None else added))
-
-
-def test_the_fast_backward_pass(monkeypatch):
-    take_the_fast_way(monkeypatch)
-    check(heads(2, 4, 70, 139, 16, 2), torch.float32, causal=True, key_lengths=torch.tensor([139, 66]))
-    check(heads(2, 2, 70, 75, 16), torch.float16, key_lengths=torch.tensor([75, 9]))
-    layout = Layout.from_lengths([5, 0, 70], DEVICE)
-    inputs = [torch.randn(75, 2, 16, dtype=torch.float64) for _ in range(3)]
-    assert_as_accurate_as_reference(lambda *x: packed_attention(*x, layout, causal=True), inputs, torch.float32)
-
-
-def test_deterministic_algorithms_close_the_fast_way(monkeypatch):
-    q, k, v = on_device(*heads(1, 1, 5, 7, 16))
-    fastformer.allow_nondeterminism()
-    asked = []
-    original = fused_attention._backward
-    monkeypatch.setattr(fused_attention, "_backward", lambda *x: asked.append(x[10]) or original(*x))
-    try:
-        with fastformer.backend("triton"):
-            gradients(attention(q, k, v), [q, k, v])
-        gradients(fused(attention, q, k, v), [q, k, v])  # deterministic algorithms are asked for
-    finally:
-        fastformer.allow_nondeterminism(False)
-    assert asked == [True, False]
 
 
 def test_the_second_derivative_goes_through_the_formula():

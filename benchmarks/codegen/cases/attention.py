@@ -72,14 +72,13 @@ def backward_case(
     dtype: torch.dtype,
     options: Options,
     V: int | None = None,
-    fast: bool = False,
     weights: bool = False,
 ) -> Call:
     q, k, v = heads(T, K, dtype, V)
     arguments = options(T)
     lse, delta = lse_of(arguments, T), meta(B, H, T) if weights else None
     dweights = meta(B, H, T, T, dtype=dtype) if weights else None
-    return partial(attention_backward.backward, v, q, k, v, v, lse, delta, dweights, True, True, fast, *arguments)
+    return partial(attention_backward.backward, v, q, k, v, v, lse, delta, dweights, True, True, *arguments)
 
 
 def smaller_case(name: str, K: int, dtype: torch.dtype, V: int | None = None) -> Call:
@@ -89,7 +88,7 @@ def smaller_case(name: str, K: int, dtype: torch.dtype, V: int | None = None) ->
     lse, one = lse_of(arguments, T), arguments._replace(queries=1, mask=None, seed=None, dropout_p=0.0)
     match name:
         case "delta":
-            nothing = None, None, False, False, False
+            nothing = None, None, False, False
             return partial(attention_backward.backward, v, q, k, v, v, lse, *nothing, *arguments)
         case "weights":
             return partial(attention_weights.weights, q, k, lse, *arguments)
@@ -158,9 +157,6 @@ def attention_cases() -> Iterator[tuple[str, Call]]:
     for K in (64, 128):
         yield f"backward K {K} with weights", backward_case(1024, K, bf16, light, weights=True)
         yield f"backward K {K} tf32 with weights", in_tf32(backward_case(1024, K, fp32, light, weights=True))
-        yield f"backward K {K} fast", backward_case(1024, K, bf16, light, fast=True)
-        yield f"backward K {K} tf32 fast", in_tf32(backward_case(1024, K, fp32, light, fast=True))
-    yield "backward K 64 V 128 fast", backward_case(1024, 64, bf16, light, 128, fast=True)
     for K, V in VALUES:
         for name in ("mask gradient", "decode", "decode few"):
             yield f"{name} K {K} V {V}", smaller_case(name, K, bf16, V)

@@ -12,7 +12,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fastformer.backend import process
 from fastformer.functional.attention.rules import AttentionRules
 from fastformer.host.autograd_function import Formula, call, define, dropout_seed, plain_gradients, twice
 from fastformer.host.devices import to_autocast
@@ -67,7 +66,7 @@ _weights = define(
 )
 _backward = define(
     f"attention_backward(Tensor dout, {_HEADS}, Tensor out, Tensor lse, Tensor? added, Tensor? dweights, "
-    f"bool wants_q, bool wants_keys, bool fast, {SCHEMA}) -> (Tensor, Tensor, Tensor, Tensor)",
+    f"bool wants_q, bool wants_keys, {SCHEMA}) -> (Tensor, Tensor, Tensor, Tensor)",
     "attention.backward.backward",
     _backward_fake,
 )
@@ -90,7 +89,7 @@ _bounds = define(
 
 
 class _Attention(torch.autograd.Function):
-    """q, k, v, the tensors of `Arguments`, its numbers, wants_weights, fast, formula -> (output, weights or None, lse).
+    """q, k, v, the tensors of `Arguments`, its numbers, wants_weights, formula -> (output, weights or None, lse).
 
     The log-sum-exp lse is not differentiable. Of the arguments, only mask, distance_bias and sinks are differentiable.
     """
@@ -104,7 +103,7 @@ class _Attention(torch.autograd.Function):
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor | None, Tensor]) -> None:
-        *tensors, ctx.numbers, _, ctx.fast, ctx.formula = inputs
+        *tensors, ctx.numbers, _, ctx.formula = inputs
         out, weights, lse = output
         ctx.save_for_backward(*tensors, out, weights, lse)
         ctx.mark_non_differentiable(lse)
@@ -126,7 +125,7 @@ class _Attention(torch.autograd.Function):
             dout = out.new_zeros(out.shape)
         added = None if dweights is None else (weights * dweights).sum(-1, dtype=torch.float32)
         results = (dout, q, k, v, out, lse, added, dweights)
-        dq, dk, dv, delta = _backward(*results, wants_q, wants_k or wants_v, ctx.fast, *arguments)
+        dq, dk, dv, delta = _backward(*results, wants_q, wants_k or wants_v, *arguments)
         dmask = None
         if wants_mask and mask is not None:
             dmask = _mask_gradient(dout, q, k, v, lse, delta, dweights, *arguments)  # [B or 1, H or 1, T, S or more]
@@ -218,9 +217,8 @@ def _apply(
     )
     if decoding:
         return _decode(q, k, v, *arguments), None
-    fast = process.nondeterminism and not torch.are_deterministic_algorithms_enabled()
     numbers, tensors = arguments[:NUMBERS], arguments[NUMBERS:]
-    out, weights, _ = call(_Attention, q, k, v, *tensors, numbers, wants_weights, fast, formula)
+    out, weights, _ = call(_Attention, q, k, v, *tensors, numbers, wants_weights, formula)
     return out, weights
 
 

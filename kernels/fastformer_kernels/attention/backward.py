@@ -5,11 +5,11 @@ algorithm 2):
 
     dV = (P D)^T dout      dP = (dout V^T + dW) D      dS = P (dP - delta)      dQ = scale dS K      dK = scale dS^T Q
 
-dW is the gradient of returned weights, if there are any. By default there are two kernels: one sums dK and dV of a tile
-of keys over all queries that see it, the other dQ of a tile of queries. Each adds in a fixed order, at the price of
-computing the scores twice (7 matrix products). With `fast`, the first kernel adds dQ by atomics (5 products), in an
-order that changes from run to run. Both skip tiles without a visible pair, and the masks of tiles that are seen
-completely. The kernel of dQ runs first, and computes delta.
+dW is the gradient of returned weights, if there are any. One kernel sums dK and dV of a tile of keys over all queries
+that see it, the other dQ of a tile of queries. Each adds in a fixed order, and computes the scores for itself, so that
+there are 7 matrix products. One kernel that adds dQ with atomics has 5, and took 1.2 and 1.4 times as long at head
+sizes 64 and 128 (H200). Both skip tiles without a visible pair, and the masks of tiles that are seen completely. The
+kernel of dQ runs first, and computes delta.
 """
 
 from typing import Any
@@ -22,6 +22,7 @@ from fastformer_kernels.attention.delta import launch_delta
 from fastformer_kernels.attention.problem import (
     Problem,
     attends,
+    exact_precision,
     is_exact,
     lined_up,
     row_strides,
@@ -50,10 +51,10 @@ from fastformer_kernels.random import row_keys
 
 @attends
 def _attention_keys_values(
-    q_ptr, k_ptr, v_ptr, dout_ptr, lse_ptr, delta_ptr, dq_ptr, dk_ptr, dv_ptr, dweights_ptr,
+    q_ptr, k_ptr, v_ptr, dout_ptr, lse_ptr, delta_ptr, dk_ptr, dv_ptr, dweights_ptr,
     bounds_ptr, key_mask_ptr, mask_ptr, bias_ptr, seed_ptr,
     stride_q_b, stride_q_h, stride_q_t, stride_k_b, stride_k_h, stride_k_s, stride_v_b, stride_v_h, stride_v_s,
-    stride_dout_b, stride_dout_h, stride_dout_t, stride_lse_b, stride_lse_h, stride_dq_b, stride_dq_h, stride_dq_t,
+    stride_dout_b, stride_dout_h, stride_dout_t, stride_lse_b, stride_lse_h,
     stride_dk_b, stride_dk_h, stride_dk_s, stride_dv_b, stride_dv_h, stride_dv_s,
     stride_dweights_b, stride_dweights_h, stride_dweights_t,
     stride_key_mask_b, stride_mask_b, stride_mask_h, stride_mask_t, stride_mask_s, stride_bias_h,
@@ -62,7 +63,7 @@ def _attention_keys_values(
     HAS_BOUNDS: tl.constexpr, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, HAS_KEY_MASK: tl.constexpr,
     MASK: tl.constexpr, HAS_SOFTCAP: tl.constexpr, HAS_DROPOUT: tl.constexpr, PRECISION: tl.constexpr,
     ALIGN: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr, HAS_DWEIGHTS: tl.constexpr,
-    STRAIGHT: tl.constexpr, ADD_DQ: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_S: tl.constexpr,
+    STRAIGHT: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_S: tl.constexpr,
 ):  # fmt: skip
     """Compute dK and dV of one tile of keys of one key head; scores are transposed, `[BLOCK_S, BLOCK_T]`."""
     heads = H // GROUP
@@ -89,11 +90,10 @@ def _attention_keys_values(
 
     # Seen from the keys, the window lies the other way round.
     # What a padded key gathers is dropped in the end; only what leaves the row of a key must not have it.
-    hides: tl.constexpr = ADD_DQ or MASK != 0
     spread: tl.constexpr = not STRAIGHT and (K > 128 or V > 128 or (PRECISION == "tf32" and (K > 64 or V > 64)))
     padding = first * 0
     low, high = seen_range(columns, 0, last_query, -shift, right, left, HAS_RIGHT, HAS_LEFT)
-    if hides:
+    if MASK != 0:
         real_key = real_columns(columns, first_key, last_key, key_mask_ptr, HAS_KEY_MASK)
         low = tl.where(real_key, low, 2147483647)
         padding = ((first < first_key) | (first + BLOCK_S > last_key) | (gaps != 0)).to(tl.int32)
@@ -109,9 +109,6 @@ def _attention_keys_values(
             + offset(b, ALIGN, stride_dout_b)
             + offset(h, ALIGN, stride_dout_h)
             + offset(q_base, ALIGN, stride_dout_t)
-        )
-        dq_head = (
-            dq_ptr + offset(b, ALIGN, stride_dq_b) + offset(h, ALIGN, stride_dq_h) + offset(q_base, ALIGN, stride_dq_t)
         )
         lse_head = lse_ptr + offset(b, 1, stride_lse_b) + offset(h, 1, stride_lse_h) + q_base
         delta_head = delta_ptr + offset(b, 1, stride_lse_b) + offset(h, 1, stride_lse_h) + q_base
@@ -138,16 +135,12 @@ def _attention_keys_values(
                 (j < full_begin) | (j >= full_end), rows[None, :], columns[:, None],
                 keys[None, :], key_mask_ptr, mask_head, stride_mask_t, stride_mask_s, bias_head, masked_rows,
                 last_key, scale, softcap, threshold, keep_scale,
-                HAS_RIGHT or hides, HAS_LEFT or MASK != 0 or spread,
-                (ADD_DQ and MASK == 0) or spread, STRAIGHT, False, MASK, HAS_SOFTCAP, HAS_DROPOUT,
+                HAS_RIGHT or MASK != 0, HAS_LEFT or MASK != 0 or spread, spread, STRAIGHT, False,
+                MASK, HAS_SOFTCAP, HAS_DROPOUT,
             )  # fmt: skip
             ds = through_cap(ds, dots, scale, softcap, HAS_SOFTCAP)
             dv = tl.dot(dropped_p.to(dout.dtype), dout, dv, input_precision=PRECISION, out_dtype=tl.float32)
             dk = tl.dot(ds.to(q.dtype), q, dk, input_precision=PRECISION, out_dtype=tl.float32)
-            if ADD_DQ:
-                dq = tl.dot(tl.trans(ds.to(k.dtype)), k, input_precision=PRECISION, out_dtype=tl.float32)
-                dq_ptrs = dq_head + wide_rows * stride_dq_t * ALIGN + dims[None, :]
-                tl.atomic_add(dq_ptrs, dq * scale, mask=real_rows & in_head, sem="relaxed")
     dk_ptr += offset(b, ALIGN, stride_dk_b) + offset(hk, ALIGN, stride_dk_h) + offset(k_base, ALIGN, stride_dk_s)
     if V == K:  # dv lies as dk: with strides of its own, fp32 at head size 128 spilled 8 bytes (sm_90)
         stride_dv_b, stride_dv_h, stride_dv_s = stride_dk_b, stride_dk_h, stride_dk_s
@@ -259,7 +252,6 @@ def backward(
     dweights: Tensor | None,
     wants_q: bool,
     wants_keys: bool,
-    fast: bool,
     *arguments: Any,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Compute the gradients of q, k and v, each of its input's shape and dtype, empty if not needed; and delta.
@@ -273,20 +265,16 @@ def backward(
         added: rowsum(weights * dweights), fp32 `[B, H, T]`, where weights were returned.
         dweights: the gradient of returned weights `[B, H, T, S]`, or None.
         wants_q, wants_keys: whether to compute the gradient of q, and the gradients of k and v.
-        fast: add the gradient of q with atomics, in an order that changes from run to run.
     """
     problem = Problem.of(*arguments)
     B, H, T, S = problem.sizes(q)
     wide = wider(q, v)
-    fast = fast and wants_q and wants_keys and wide.shape[-1] <= 128  # wider, its tiles do not fit into registers
     dq, dk, dv = (
         _like(x) if needed else noted(x.new_empty(0)) for x, needed in ((q, wants_q), (k, wants_keys), (v, wants_keys))
     )
-    if fast:  # atomics add to zeros, which no plan can repeat
-        dq = torch.zeros_like(dq, dtype=torch.float32)
     delta = noted(lse.new_empty(rows_of(q)))
     if q.numel() == 0 or k.numel() == 0:
-        return dq.zero_().to(q.dtype), dk.zero_(), dv.zero_(), delta.zero_()
+        return dq.zero_(), dk.zero_(), dv.zero_(), delta.zero_()
     gradients = [x for x, needed in ((dq, wants_q), (dk, wants_keys), (dv, wants_keys)) if needed]
     if not gradients:  # delta alone, for the gradient of a mask
         align, (dout_view, out_view) = views(dout, out)
@@ -304,14 +292,16 @@ def backward(
     scalars = problem.scalars()
     constants = {**problem.switches(q, k, v), "ALIGN": align, "HAS_DWEIGHTS": dweights is not None}
     constants["STRAIGHT"] = is_exact(wide)
-    features = ["heavy"] * (dweights is not None) + ["fast"] * fast
+    if is_exact(wide):
+        constants["PRECISION"] = exact_precision(wide, widest=64)
+    features = ["heavy"] * (dweights is not None)
     row = (q.shape[-1] + v.shape[-1]) * q.element_size()  # bytes of one of q and dout, and one of k and v
     with guard(q):
         # In fp32 on plain cores, the kernel of dQ has no registers left for delta.
-        own_delta = wants_q and not fast and not is_exact(wide)
+        own_delta = wants_q and not is_exact(wide)
         if not own_delta:
             launch_delta(delta, out_view, dout_view, added, align, problem, q)
-        if wants_q and not fast:
+        if wants_q:
             tile = problem.tile("queries", wide, *features)
             tiles = -(-T // tile["BLOCK_T"])
             together = side_by_side(q, problem, B * H, S * row * k.shape[1] // H)
@@ -326,8 +316,8 @@ def backward(
             tiles = -(-S // tile["BLOCK_S"])
             together = side_by_side(q, problem, B * k.shape[1], T * row * H // k.shape[1])
             grid, sizes = (B * k.shape[1] * tiles,), (lse.numel() // 2, T, S, tiles, together)
-            tensors = (*inputs, dq, dk, dv, *looked_up)
+            tensors = (*inputs, dk, dv, *looked_up)
             dk_strides, dv_strides = gradient_views[-2].strides, gradient_views[-1].strides
-            strides = (*input_strides, *dq_strides, *dk_strides, *dv_strides, *mask_strides)
-            launch(_attention_keys_values, grid, *tensors, *strides, *sizes, *scalars, **constants, ADD_DQ=fast, **tile)
-    return dq.to(q.dtype), dk, dv, delta
+            strides = (*input_strides, *dk_strides, *dv_strides, *mask_strides)
+            launch(_attention_keys_values, grid, *tensors, *strides, *sizes, *scalars, **constants, **tile)
+    return dq, dk, dv, delta

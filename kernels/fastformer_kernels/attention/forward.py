@@ -19,6 +19,7 @@ from torch import Tensor
 from fastformer_kernels.attention.problem import (
     Problem,
     attends,
+    exact_precision,
     head_width,
     is_exact,
     row_strides,
@@ -222,6 +223,8 @@ def forward(q: Tensor, k: Tensor, v: Tensor, *arguments: Any) -> tuple[Tensor, T
     sizes = (lse.numel() // 2, T, S, tiles, together)
     scalars = problem.scalars()
     constants = {**problem.switches(q, k, v), "HAS_SINKS": problem.sinks is not None, "ALIGN": align}
+    if is_exact(wide):
+        constants["PRECISION"] = exact_precision(wide, widest=128)
     # With a positive scale the highest raw score is the highest scaled score, so the exponent can include the scaling.
     constants["AHEAD"] = _ahead(wide)
     constants["RAW"] = problem.scale > 0.0 and problem.softcap == 0.0 and not problem.added

@@ -6,16 +6,19 @@ which has most nearly their 64 KiB of shared memory), the products (16: of 16 bi
 
 - heavy: something to read or compute for each score: a mask, a bias, a softcap, gradients of weights;
 - masked: a mask or a softcap; bias: by distance; key mask; dropout;
-- fast: gradients of queries by atomic additions;
 - narrow values: of a smaller head width than queries and keys.
 
 The head width is a power of two; for tf32 it is twice that of the head (`problem.head_width`). tf32 beyond 128 is
 multiplied exactly, so that its rows end at a width of 256.
 
-**The rows** are the largest tiles that spill nothing and compute no product twice, of these the fewest instructions,
-by what the compiler reports (`python -m benchmarks.codegen`; benchmarks/NOTES.md lists the attempts). Not measured on a
-GPU. 16 bits: 16 rows a warp, as one warp multiplies. Short sequences take smaller tiles, so that less of the last one
-is wasted and more blocks run. Masks and softcap take registers. fp32 runs on plain cores, bound by registers.
+**The rows of sm_90** for head widths of 64 and 128, in 16 bits and exact fp32, are the fastest of up to 47 tiles that
+were timed on an H200 (benchmarks/NOTES.md). Four warps and two or more blocks on a multiprocessor won over eight warps
+and larger tiles: while one block computes exponentials, another multiplies.
+
+**The other rows** are the largest tiles that spill nothing and compute no product twice, of these the fewest
+instructions, by what the compiler reports (`python -m benchmarks.codegen`). Not measured on a GPU. 16 bits: 16 rows a
+warp, as one warp multiplies. Short sequences take smaller tiles, so that less of the last one is wasted and more blocks
+run. Masks and softcap take registers. fp32 on plain cores is bound by registers.
 
 `python -m benchmarks.tuning --write-tiles` writes tiles that were measured to be faster to `measured_tiles.json`, by
 `Call.key`. They replace those of the tables.
@@ -72,6 +75,9 @@ _NAMES = {"decode": ("BLOCK_S", "num_warps", "num_stages")}  # of the numbers of
 
 TILES: dict[str, tuple[Row, ...]] = {
     "forward": (
+        Row("sm_90", "fp32", 64, 128, "", (64, 32, 4, 1)),
+        Row("sm_90", "fp32", 64, _ANY, "heavy", (64, 64, 4, 1)),
+        Row("sm_90", "fp32", 128, _ANY, "", (128, 64, 8, 1)),
         Row("", "fp32", 32, _ANY, "", (32, 32, 8, 1)),
         Row("", "fp32", 64, _ANY, "heavy", (32, 32, 8, 1)),
         Row("", "fp32", 64, _ANY, "", (32, 32, 4, 1)),
@@ -88,20 +94,24 @@ TILES: dict[str, tuple[Row, ...]] = {
         Row("", "", 32, _ANY, "", (64, 64, 4, 3)),
         Row("sm_80 sm_86", "", 64, _ANY, "heavy", (64, 32, 4, 2)),
         Row("sm_80 sm_86", "", 64, 128, "", (64, 32, 4, 2)),
+        Row("sm_90", "16", 64, _ANY, "heavy", (64, 64, 4, 2)),
         Row("", "", 64, _ANY, "heavy", (64, 32, 4, 3)),
         Row("", "", 64, 128, "", (64, 32, 4, 3)),
         Row("sm_86", "", 64, _ANY, "", (64, 64, 4, 3)),
+        Row("sm_90", "16", 64, 511, "", (64, 32, 4, 3)),
         Row("", "", 64, 511, "", (64, 64, 4, 3)),
-        Row("sm_90", "16", 64, _ANY, "", (128, 128, 8, 2)),
+        Row("sm_90", "16", 64, _ANY, "dropout", (64, 64, 4, 2)),
+        Row("sm_90", "16", 64, _ANY, "", (128, 64, 4, 3)),
         Row("", "", 64, _ANY, "", (128, 64, 8, 3)),
-        Row("sm_86 sm_90", "16", 128, _ANY, "heavy", (64, 32, 4, 2)),
+        Row("sm_90", "16", 128, _ANY, "heavy", (64, 64, 4, 2)),
+        Row("sm_86", "16", 128, _ANY, "heavy", (64, 32, 4, 2)),
         Row("sm_80 sm_86", "", 128, _ANY, "heavy", (128, 32, 8, 2)),
         Row("", "", 128, _ANY, "heavy", (64, 32, 8, 2)),
         Row("", "", 128, 511, "", (64, 32, 4, 2)),
         Row("sm_80 sm_86", "tf32", 128, _ANY, "", (64, 32, 4, 2)),
         Row("sm_80 sm_86", "16", 128, _ANY, "dropout", (64, 32, 4, 2)),
+        Row("sm_90", "16", 128, _ANY, "", (64, 64, 4, 3)),
         Row("", "", 128, _ANY, "dropout", (128, 64, 8, 2)),
-        Row("sm_90", "16", 128, _ANY, "", (128, 128, 8, 2)),
         Row("", "", 128, _ANY, "", (128, 64, 8, 2)),
         Row("sm_90", "16", 256, _ANY, "", (128, 32, 8, 2)),
         Row("sm_100", "tf32", 256, _ANY, "dropout", (64, 32, 8, 1)),  # two stages spill 16 bytes
@@ -118,6 +128,7 @@ TILES: dict[str, tuple[Row, ...]] = {
     # dK and dV. 16 keys a warp, where they fit: with fewer, warps compute the same scores, if no branch spreads them
     # (`scores.score_gradient`).
     "keys": (
+        Row("sm_90", "fp32", 64, _ANY, "", (32, 128, 8, 1)),
         Row("", "fp32", 32, _ANY, "", (32, 32, 4, 1)),
         Row("sm_100", "fp32", 64, _ANY, "heavy, bias", (16, 32, 8, 1)),
         Row("", "fp32", 64, _ANY, "heavy, bias", (16, 32, 4, 1)),
@@ -134,19 +145,19 @@ TILES: dict[str, tuple[Row, ...]] = {
         Row("", "", 32, _ANY, "heavy", (32, 64, 4, 2)),
         Row("", "", 32, _ANY, "", (64, 64, 4, 2)),
         Row("sm_80 sm_86", "", 64, _ANY, "heavy", (16, 128, 8, 2)),
-        Row("sm_80 sm_86", "", 64, _ANY, "fast", (32, 64, 4, 2)),
         Row("sm_80 sm_86", "", 64, _ANY, "", (32, 128, 8, 2)),
         Row("", "", 64, _ANY, "heavy", (32, 64, 4, 2)),
         Row("sm_100", "", 64, _ANY, "dropout", (64, 64, 8, 2)),
+        Row("sm_90", "16", 64, _ANY, "", (32, 64, 4, 1)),
         Row("", "", 64, _ANY, "", (64, 128, 8, 2)),
         Row("sm_80 sm_86", "tf32", 128, _ANY, "", (32, 32, 4, 2)),
-        Row("sm_80 sm_86 sm_90", "", 128, _ANY, "heavy, fast", (32, 64, 8, 1)),
-        Row("sm_80 sm_86 sm_90", "", 128, _ANY, "fast", (64, 64, 8, 2)),
         Row("sm_80 sm_86", "", 128, _ANY, "heavy", (32, 32, 4, 2)),
         Row("sm_80 sm_86", "", 128, _ANY, "", (64, 64, 8, 2)),
         Row("sm_90", "", 128, _ANY, "heavy", (16, 128, 8, 2)),
+        Row("sm_90", "16", 128, 511, "", (32, 64, 4, 2)),
+        Row("sm_90", "16", 128, _ANY, "dropout", (32, 64, 4, 1)),
+        Row("sm_90", "16", 128, _ANY, "", (64, 64, 4, 2)),
         Row("sm_90", "", 128, _ANY, "", (32, 128, 8, 2)),
-        Row("", "", 128, _ANY, "fast", (32, 64, 8, 1)),
         Row("", "", 128, _ANY, "", (32, 64, 8, 2)),
         Row("sm_86", "", 256, _ANY, "", (16, 32, 8, 2)),
         Row("sm_80", "tf32", 256, _ANY, "masked", (64, 32, 8, 2)),
@@ -165,6 +176,7 @@ TILES: dict[str, tuple[Row, ...]] = {
     ),
     # dQ.
     "queries": (
+        Row("sm_90", "fp32", 64, _ANY, "", (64, 64, 4, 1)),
         Row("sm_80 sm_86", "fp32", 64, _ANY, "heavy", (16, 16, 4, 1)),
         Row("", "fp32", 64, _ANY, "", (32, 32, 4, 1)),
         Row("", "fp32", 128, _ANY, "heavy", (16, 16, 4, 1)),
@@ -175,17 +187,21 @@ TILES: dict[str, tuple[Row, ...]] = {
         Row("", "", 32, _ANY, "heavy", (64, 32, 4, 2)),
         Row("", "", 32, _ANY, "", (64, 64, 4, 2)),
         Row("sm_80 sm_86", "", 64, _ANY, "heavy, key mask", (128, 32, 8, 2)),
+        Row("sm_90", "16", 64, _ANY, "heavy", (64, 64, 4, 2)),
         Row("", "", 64, _ANY, "heavy", (64, 32, 4, 2)),
+        Row("sm_90", "16", 64, 511, "", (64, 32, 4, 3)),
         Row("", "", 64, 511, "", (64, 64, 4, 2)),
+        Row("sm_90", "16", 64, _ANY, "dropout", (64, 32, 4, 3)),
         Row("", "", 64, _ANY, "dropout", (128, 64, 8, 2)),
-        Row("sm_90", "16", 64, _ANY, "", (128, 128, 8, 2)),
+        Row("sm_90", "16", 64, _ANY, "", (128, 64, 4, 3)),
         Row("", "", 64, _ANY, "", (128, 64, 8, 2)),
         Row("sm_80 sm_86", "", 128, _ANY, "heavy, key mask", (128, 16, 8, 2)),
         Row("sm_80 sm_86 sm_90", "tf32", 128, _ANY, "heavy", (128, 16, 8, 2)),
         Row("", "tf32", 128, _ANY, "heavy", (64, 32, 8, 2)),
         Row("", "", 128, _ANY, "heavy", (64, 32, 4, 2)),
         Row("sm_90", "16", 128, 511, "", (64, 64, 4, 2)),
-        Row("sm_90", "16", 128, _ANY, "", (128, 64, 8, 2)),
+        Row("sm_90", "16", 128, _ANY, "dropout", (64, 64, 4, 2)),
+        Row("sm_90", "16", 128, _ANY, "", (128, 64, 8, 3)),
         Row("", "", 128, _ANY, "dropout", (64, 32, 4, 2)),
         Row("sm_80 sm_86", "tf32", 128, _ANY, "", (64, 32, 4, 2)),
         Row("", "", 128, _ANY, "", (64, 64, 4, 2)),

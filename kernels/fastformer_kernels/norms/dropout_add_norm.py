@@ -24,7 +24,7 @@ from fastformer_kernels.host.launch import (
     threshold_and_scale,
 )
 from fastformer_kernels.norms import layer_norm, rms_norm
-from fastformer_kernels.norms.layer_norm import TILE, backward_tile, forward_tile, is_wide, row_strides
+from fastformer_kernels.norms.layer_norm import TILE, backward_tile, dropout_tile, is_wide, row_strides
 from fastformer_kernels.norms.rows import (
     divide_by_root_mean_square,
     divide_gradient,
@@ -262,7 +262,7 @@ def forward(
     y = noted(x.new_empty((M, N), dtype=dtype))
     mean, rstd = (noted(x.new_empty(shape, dtype=torch.float32)) for shape in ((2, M) if centred else (0,), (M,)))
     if x.numel() > 0:
-        tile = forward_tile(N)
+        tile = dropout_tile(N)
         programs = cdiv(M, tile["BLOCK_M"])
         tensors = (x, residual, weight, bias, seed, y, s, mean if centred else None, rstd)
         scalars = (M, *dropout, eps)

@@ -41,6 +41,12 @@ def f32_to_bf16(x):
     return np.where(np.isnan(x), u32(0x7FFF), rounded).astype(u16)
 
 
+def f32_to_tf32(x):
+    """Round to 10 bits after the point, halves away from zero; the other 13 bits are 0."""
+    bits = x.view(u32)
+    return np.where(np.isfinite(x), (bits + u32(0x1000)) & u32(0xFFFFE000), bits)
+
+
 def f32_to_f16(x):
     return x.astype(f16).view(u16)
 

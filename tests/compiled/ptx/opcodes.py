@@ -11,7 +11,7 @@ _COMPARE = {"eq": "{} == {}", "ne": "{} != {}", "lt": "{} < {}", "le": "{} <= {}
 # NaN makes the first false, and those with "u" true.
 _COMPARE_FLOATS = _COMPARE | {"ne": "({0} < {1}) | ({0} > {1})", "equ": "~(({0} < {1}) | ({0} > {1}))"}
 _COMPARE_FLOATS |= {"ltu": "~({} >= {})", "leu": "~({} > {})", "gtu": "~({} <= {})", "geu": "~({} < {})"}
-_COMPARE_FLOATS |= {"neu": "{} != {}"}
+_COMPARE_FLOATS |= {"neu": "{} != {}", "num": "({0} == {0}) & ({1} == {1})"}
 
 
 class Arithmetic(Emitter):
@@ -142,9 +142,12 @@ class Arithmetic(Emitter):
 
     def op_cvt(self, i: Ins, d: Reg, *args: Any) -> None:
         *modes, to, of = i.op[1:]
+        values = [self.value(x, of) for x in args]
+        if (modes, to, of) == (["rna"], "tf32", "f32"):
+            self.write(d, f"f32_to_tf32({values[0]})")
+            return
         if modes not in ([], ["rn"]):
             raise PtxError(f"conversion {modes}")
-        values = [self.value(x, of) for x in args]
         if to in ("f16x2", "bf16x2") and of == "f32":
             self.write(d, "pack16({0}({1}), {0}({2}))".format(f"f32_to_{to[:-2]}", *values))
         elif to in ("f16", "bf16") and of == "f32":

@@ -5,7 +5,8 @@ other sides, and comparisons with them that cases share. Commands: `codegen` com
 instructions, `host` times calls without a GPU, `tuning` times tiles of attention, `recipes` trains, `lane` runs
 everything that waits for a GPU, `report` writes tables and charts.
 
-On a GPU everything runs on one stream that is not the default one, so that a backward alone can be captured, and four
-flushes of the L2 cache before each call give the host time to queue it (not measured on a GPU). With padding on the
-right, SDPA is also timed with `is_causal` alone, which is right at all real positions: it is the strongest baseline.
+On a GPU everything runs on one stream that is not the default one, so that a backward alone can be captured, and
+flushes of the L2 cache before each call give the host 1 ms to queue it; a longer call may include waiting for the host.
+With padding on the right, SDPA is also timed with `is_causal` alone, which is right at all real positions: it is the
+strongest baseline.
 """

@@ -82,7 +82,7 @@ def summary_table(rows: Sequence[Row], most: int | None = None) -> str:
     """Return a table with one line a competitor: mean (geometric), worst and best ratio, and goals that are held."""
     lines = []
     for (benchmark, against), group in [*grouped(rows).items()][:most]:
-        ratios = [row.ratio for row in group if row.ratio is not None]
+        ratios = [row.compared for row in group if row.compared is not None]
         values = (statistics.geometric_mean(ratios), min(ratios), max(ratios)) if ratios else ()
         numbers = [f"{value:.2f}" for value in values] or ["-"] * 3
         reasons = Counter(row.status.partition(":")[0] for row in group if row.ratio is None)
@@ -103,10 +103,10 @@ def goals_held(rows: Iterable[Row]) -> str:
 
 def missed_goals(rows: Sequence[Row]) -> str:
     """Return a sentence with the worst missed goals, and the number of the others; "" if no goal is missed."""
-    missed = sorted((row for row in rows if row.missed), key=lambda row: (row.ratio or 0) / (row.goal or 1))
+    missed = sorted((row for row in rows if row.missed), key=lambda row: (row.compared or 0) / (row.goal or 1))
     if not missed:
         return ""
-    listed = [f"{row.case} against {row.against} ({_ratio_cell(row)} of {row.goal:g})" for row in missed[:_MISSES]]
+    listed = [f"{row.case} against {row.against} ({row.compared:.2f} of {row.goal:g})" for row in missed[:_MISSES]]
     listed = [_cell(text) for text in listed]
     if missed[_MISSES:]:
         listed.append(f"{len(missed) - _MISSES} more in RESULTS.md")

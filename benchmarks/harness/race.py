@@ -34,6 +34,7 @@ _ROUND_SECONDS = 0.05  # on a CPU, shorter work is repeated within a round until
 _OP_ROUNDS = {"cpu": 5, "cuda": 30}
 _GPU_SECONDS, _GPU_ROUNDS = 0.5, 20  # on a GPU, more rounds if they fit into these seconds, at most so many
 _GRAPH_BELOW = 2e-4  # seconds; the launches of shorter calls may dominate
+_OP_GRAPH_BELOW = 2e-2  # also of longer ones, if the host is slow
 _OUT_OF_MEMORY = "out of memory"
 
 
@@ -183,6 +184,7 @@ class Race:
                     theirs.call("both", gradient)()
         both = [Contender(op.name, op.call("both", gradient), 1, op.run, op.inputs) for op in (ours, theirs)]
         fields |= self._memory(*both) | {"rounds": _OP_ROUNDS[self.device.type], "dtype": dtype}
+        fields.setdefault("graph_below", _OP_GRAPH_BELOW)
         run = ours.call(direction, gradient)
         other = run if self.fault else theirs.call(direction, gradient)
         self(f"{case}, {_NAMES[direction]}", Contender("fastformer", run), Contender(theirs.name, other), **fields)

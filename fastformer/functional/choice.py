@@ -111,7 +111,7 @@ def unsupported(op: str, x: Tensor) -> str | None:
 def why_sdpa_takes(q: Tensor, k: Tensor, v: Tensor, rules: AttentionRules, keys: int) -> str | None:
     """Return why "auto" passes an attention call that the kernels support to SDPA, or None if the kernels run it.
 
-    SDPA gets plain calls (`preferences`). In exact fp32 it gets calls with masks and lengths too, because it multiplies
+    SDPA gets plain calls (`preferences`). In exact fp32 it gets calls with masks and lengths too, where it multiplies
     on tensor cores and the kernels do not. A flash implementation that the user activated in torch gets all plain calls
     of 16 bits, because no row of the table compares with it.
 
@@ -123,7 +123,8 @@ def why_sdpa_takes(q: Tensor, k: Tensor, v: Tensor, rules: AttentionRules, keys:
         return None
     dtype = product_dtype(q)
     is_plain = all(x is None for x in rules.tensors) and (not rules.causal or only_causal(rules))
-    if not is_plain and not is_exact_fp32(q):
+    head_size = max(q.shape[-1], v.shape[-1])
+    if not is_plain and not on_plain_cores(q, head_size):
         return None
     # SDPA has no fused backend for grouped heads in fp32, and none that drops all weights.
     if keys == 0 or rules.dropout_p == 1.0 or (dtype == torch.float32 and q.shape[1] != k.shape[1]):
@@ -132,15 +133,17 @@ def why_sdpa_takes(q: Tensor, k: Tensor, v: Tensor, rules: AttentionRules, keys:
         return f"the flash implementation {implementation} is activated in torch"
     training = torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
     use: Use = "training" if training else "decoding" if decodes(q, k, v) else "inference"
-    head_size = max(q.shape[-1], v.shape[-1])
     return why_sdpa(architecture_of(_target(q.get_device())), dtype, use, head_size, keys)
 
 
-def is_exact_fp32(q: Tensor) -> bool:
-    """Return whether the kernels multiply in fp32 without tensor cores; False while compiling."""
-    if compiling() or product_dtype(q) != torch.float32:
+def on_plain_cores(q: Tensor, head_size: int) -> bool:
+    """Return whether attention's kernels multiply without tensor cores in forward or backward; False while compiling.
+
+    So they do in exact fp32, but for heads of up to 64 on sm_90, whose products are three of tf32.
+    """
+    if compiling() or product_dtype(q) != torch.float32 or torch.backends.cuda.matmul.fp32_precision == "tf32":
         return False
-    return bool(torch.backends.cuda.matmul.fp32_precision != "tf32")
+    return head_size > 64 or architecture_of(_target(q.get_device())) != "sm_90"
 
 
 def runs_fused(
@@ -233,8 +236,8 @@ def _calls_of_sdpa(op: str, x: Tensor) -> str:
     calls = {"attention": "plain calls", "packed_attention": "plain calls of sequences of one length"}.get(op)
     if calls is None:
         return ""
-    if is_exact_fp32(x):
-        calls = "calls without window, softcap, bias and sinks"
     head_size = x.shape[-1] if x.dim() == 4 else _COMMON_HEAD_SIZE
+    if on_plain_cores(x, head_size):
+        calls = "calls without window, softcap, bias and sinks"
     reason = why_sdpa(architecture_of(_target(x.get_device())), product_dtype(x), "training", head_size, 1024)
     return "" if reason is None else f"; sdpa for {calls} ({reason})"

@@ -31,8 +31,11 @@ class Preference(NamedTuple):
 
 
 _FP32, _ALL = (torch.float32,), (torch.float32, *SIXTEEN_BITS)
-_BOTH: tuple[Use, ...] = ("inference", "training")
-_COUNTS = "docs/kernels/predictions.md, against cuDNN"
+_INFERENCE: tuple[Use, ...] = ("inference",)
+_TRAINING: tuple[Use, ...] = ("training",)
+_BOTH = _INFERENCE + _TRAINING
+# SDPA takes cuDNN for 16 bits there, and its memory-efficient backend for fp32; the slowest case of a row counts.
+_H200 = "one H200, 16,384 positions, lengths 40 to 16,384 (benchmarks/NOTES.md)"
 
 # A call takes the first row that fits it.
 PREFERENCES: tuple[Preference, ...] = (
@@ -40,12 +43,21 @@ PREFERENCES: tuple[Preference, ...] = (
         *(NVIDIA, _ALL, ("decoding",), 256, None, 1.0, "predicted", "2026-11-26"),
         "memory binds both; the kernels split the keys and read each once for all heads that share it",
     ),
-    Preference(("sm_90",), SIXTEEN_BITS, ("inference",), 64, None, 0.83, "predicted", "2026-11-26", _COUNTS),
-    Preference(("sm_90",), SIXTEEN_BITS, ("inference",), 256, None, 0.84, "predicted", "2026-11-26", _COUNTS),
-    Preference(("sm_90",), SIXTEEN_BITS, ("training",), 256, None, 0.68, "predicted", "2026-11-26", _COUNTS),
-    Preference(
-        *(("sm_90",), _FP32, _BOTH, 256, None, 0.2, "predicted", "2026-11-26"),
-        "docs/kernels/predictions.md: SDPA multiplies on tensor cores, in three products of tf32",
+    *(
+        Preference(("sm_90",), dtypes, uses, head, longest, speed, "measured", "2026-11-26", _H200)
+        for dtypes, uses, head, longest, speed in (
+            (SIXTEEN_BITS, _INFERENCE, 128, 64, 1.26),
+            (SIXTEEN_BITS, _INFERENCE, 64, None, 0.79),
+            (SIXTEEN_BITS, _INFERENCE, 128, None, 0.66),
+            (SIXTEEN_BITS, _INFERENCE, 256, None, 0.42),
+            (SIXTEEN_BITS, _TRAINING, 64, 128, 1.19),
+            (SIXTEEN_BITS, _TRAINING, 64, None, 0.78),
+            (SIXTEEN_BITS, _TRAINING, 128, None, 0.59),
+            (SIXTEEN_BITS, _TRAINING, 256, None, 0.44),
+            (_FP32, _TRAINING, 64, 64, 0.78),
+            (_FP32, _BOTH, 64, None, 1.12),
+            (_FP32, _BOTH, 256, None, 0.34),
+        )
     ),
     Preference(
         *(("sm_80",), SIXTEEN_BITS, _BOTH, 256, None, 0.77, "published", "2023-07-17"),

@@ -45,7 +45,7 @@ def changed(row: Row = MEASURED, **values) -> Row:
     return row.model_copy(update=values)
 
 
-SLOW = changed(case="attention, length 2,048 | D64", ratio=0.5, theirs=0.001)
+SLOW = changed(case="attention, length 2,048 | D64", ratio=0.5, theirs=0.001, graph=None)
 FULL = changed(against="eager", status="out of memory", theirs=None, ratio=None, wall=None, graph=None, peak_bytes=None)
 WRONG = changed(FULL, against="flex", status="wrong: output is off by 3e-01", goal=None)
 
@@ -111,12 +111,14 @@ def test_the_tables(result):
     plain = Row(benchmark="a", case="a", against="b", status="measured")
     assert report.whole_table([plain]).splitlines()[0] == "| case | against | ratio | goal |"
     lines = report.summary_table(result.rows).splitlines()
-    assert lines[2] == f"| attention | sdpa | 2 | {math.sqrt(0.75):.2f} | 0.50 | 1.50 | 1 of 2 |  |"
+    assert lines[2] == f"| attention | sdpa | 2 | {math.sqrt(0.85):.2f} | 0.50 | 1.70 | 1 of 2 |  |"
     assert lines[3:] == [
         "| attention | eager | 1 | - | - | - | - | 1 out of memory |",
         "| attention | flex | 1 | - | - | - | - | 1 wrong |",
     ]
     assert report.missed_goals(result.rows) == r"Missed: attention, length 2,048 \| D64 against sdpa (0.50 of 1.2)."
+    waiting = changed(ratio=0.4)  # for the host: as CUDA graphs it is faster
+    assert report.missed_goals([waiting]) == ""
     lost = changed(FULL, status="fastformer is out of memory", ours=None)
     assert tables.goals_held([MEASURED, lost, FULL]) == "1 of 2"
 

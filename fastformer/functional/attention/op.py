@@ -13,7 +13,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from fastformer.functional.attention import fused, packed_reference, reference
 from fastformer.functional.attention.rules import ALIGNMENTS, SOFTCAPS, Alignment, AttentionRules, Window
-from fastformer.functional.choice import is_exact_fp32, runs_fused, why_sdpa_takes
+from fastformer.functional.choice import on_plain_cores, runs_fused, why_sdpa_takes
 from fastformer.host.autograd_function import Formula, eager_formula
 from fastformer.host.devices import (
     DeviceError,
@@ -146,7 +146,9 @@ def packed_attention(
             return None
         # Sequences of one length are a dense batch, which the reference passes to SDPA; others it passes in groups.
         is_dense = layout.full and key_layout.full
-        return why_sdpa_takes(q, k, v, rules, key_layout.max_length) if is_dense or is_exact_fp32(q) else None
+        if not is_dense and not on_plain_cores(q, max(q.shape[-1], v.shape[-1])):
+            return None
+        return why_sdpa_takes(q, k, v, rules, key_layout.max_length)
 
     def plain(q: Tensor, k: Tensor, v: Tensor, rules: AttentionRules) -> Tensor:
         return packed_reference.packed_attention(q, k, v, layout, key_layout, rules)

@@ -2,7 +2,7 @@
 
 CPU: process CPU time on one thread, so that other load does not count. GPU: device time by CUDA events with the L2
 cache flushed before each call, wall time of calls in sequence, and device time of a CUDA graph's replay, without the
-host's launches. The GPU's side is not measured on a GPU yet.
+host's launches. Events also count time in which the GPU waits for the host; graphs do not.
 
 The least time of a call is the longer of two: its operations over the rate of a large matrix product, and the bytes
 that it must move at least (each input read once, each output written once) over the bandwidth of a large copy.

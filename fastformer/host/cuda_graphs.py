@@ -1,4 +1,4 @@
-"""CUDA graphs: a whole step in one launch, for steps that wait for the host. Not measured on a GPU.
+"""CUDA graphs: a whole step in one launch, for steps that wait for the host.
 
 A step must read changing values from tensors at fixed addresses, and write its results to such tensors.
 """

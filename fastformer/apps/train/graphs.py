@@ -1,7 +1,7 @@
 """Optimizer steps as CUDA graphs: about three launches a step, for steps that wait for the host.
 
-The host needs 15 to 30 ms for the launches of a step of 6+6 layers, whatever the batch; an H200 computes one of
-4,096 tokens in 2 to 4 (a prediction: none of this is measured on a GPU). So each part of a step is captured:
+The host of one H200 needed 34 to 60 ms for a step of 6+6 layers in bf16; the GPU computed it in 5.3 to 8.1 ms
+(benchmarks/results/h200.json, 2,000 to 4,000 tokens a side). So each part of a step is captured:
 
 - forward and backward of a batch, once for each shape (`FixedBatch`); one op adds the new gradients to the
   accumulated ones: 186 launches fewer, for the memory of the gradients once more;

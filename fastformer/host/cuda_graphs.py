@@ -1,5 +1,7 @@
 """CUDA graphs: a whole step in one launch, for steps that wait for the host.
 
+On one H200 with a slow virtual CPU, training steps of 6+6 layers ran 1.3 to 9.8 times as fast from graphs as without,
+and searches of 25 tokens 2.3 to 4.6 times (`pytest benchmarks -k "training_step_graphs or (decoding and graphs)"`).
 A step must read changing values from tensors at fixed addresses, and write its results to such tensors.
 """
 
@@ -39,6 +41,11 @@ def capture_or_warn(recorder: Recorder, step: Step, what: str) -> Recorded | Non
 def recorder(device: torch.device, keeps_memory: bool) -> Recorder | None:
     """Return a recorder of a device, or None if the device has no graphs; keeps_memory: see `CudaRecorder`."""
     return CudaRecorder(device, keeps_memory) if device.type == "cuda" else None
+
+
+def memory_for_graphs(device: torch.device) -> int:
+    """Return the memory of a device that has CUDA graphs, in bytes; 0 for a device that has none."""
+    return torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" else 0
 
 
 class _CaptureResources:

@@ -5,7 +5,7 @@ is not declared `token_wise` may look at the whole batch.
 """
 
 import sys
-from collections.abc import Callable, Collection, Hashable, Mapping
+from collections.abc import Callable, Collection, Hashable, Iterable, Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -32,6 +32,11 @@ def has_own_hooks(module: nn.Module) -> bool:
     state = module.__dict__
     hooks = state.get("_forward_hooks") or state.get("_forward_pre_hooks") or state.get("_backward_hooks")
     return bool(hooks or state.get("_backward_pre_hooks") or "forward" in state)
+
+
+def has_hooks(modules: Iterable[nn.Module]) -> bool:
+    """Return whether torch calls hooks for one of the modules, or for all modules; see `has_own_hooks`."""
+    return has_global_hooks() or any(map(has_own_hooks, modules))
 
 
 def is_sharded(module: nn.Module) -> bool:

@@ -122,8 +122,8 @@ def test_searches_find_the_same(find, rules, captures):
     model = gpu_model()
     source, lengths = sources([*RAGGED, 20])
     options = {"beam": 1 if find is greedy_search else 3, **rules}
-    expected = find(model, source.cuda(), lengths, SearchOptions(**options))
-    actual = find(model, source.cuda(), lengths, SearchOptions(**options, cuda_graphs=True))
+    expected = find(model, source.cuda(), lengths, SearchOptions(**options, cuda_graphs=False))
+    actual = find(model, source.cuda(), lengths, SearchOptions(**options))
     for one, two in zip(actual, expected, strict=True):
         for a, b in zip(*(x if isinstance(x, list) else [x] for x in (one, two)), strict=True):
             assert a.ids == b.ids
@@ -148,7 +148,7 @@ def test_a_capture_that_fails_leaves_everything_usable(captures, monkeypatch):
     model = gpu_model()
     source, lengths = sources(RAGGED)
     source = source.cuda()
-    expected = greedy_search(model, source, lengths)
+    expected = greedy_search(model, source, lengths, SearchOptions(beam=1, cuda_graphs=False))
     forward = DecoderState._logits
 
     def waiting(self, ids, positions, length):

@@ -12,9 +12,11 @@ from fastformer.apps.train import Processes, TrainConfig
 from fastformer.apps.train.graphs import GraphedUpdate, new_update, shape_of
 from fastformer.apps.train.update import Update
 from fastformer.apps.translation.model import translation_loss
+from fastformer.apps.translation.search import greedy_search
 from fastformer.host.cuda_graphs import CudaRecorder
 from tests.support.gpu import MARKS, counted_captures, no_host_sync
 from tests.support.translation_task import random_batch, random_model
+from tests.support.uncached_search import RAGGED, sources
 
 pytestmark = MARKS
 LOSS = functools.partial(translation_loss, label_smoothing=0.1)
@@ -62,7 +64,7 @@ def both(given, dropout=0.0, **changes):
     model = gpu_model(dropout=dropout)
     other = copy.deepcopy(model)
     results = []
-    for net, graphs in ((model, False), (other, True)):
+    for net, graphs in ((model, False), (other, None)):  # None: the default
         torch.manual_seed(5)
         results.append(train(update_of(net, cuda_graphs=graphs, **changes), given))
     return results
@@ -201,3 +203,19 @@ def test_validation_between_steps_harms_nothing():
     second = train(update, given, rate=1e-3)
     del rubbish
     torch.testing.assert_close(torch.cat([first, second]), expected, rtol=1e-3, atol=0)
+
+
+def test_a_search_between_steps_harms_nothing(captures):
+    """As of a validation: under autocast, from graphs of its own."""
+    given, (source, lengths) = groups(1) * 4, sources(RAGGED)
+    model = gpu_model()
+    plain = copy.deepcopy(model)
+    update = update_of(model, precision="bf16", cuda_graphs=None)
+    expected = train(update_of(plain, precision="bf16", cuda_graphs=False), given * 2, rate=1e-3)
+    first = train(update, given, rate=1e-3)
+    with update.autocast():
+        greedy_search(model.eval(), source.cuda(), lengths)
+    model.train()
+    second = train(update, given, rate=1e-3)
+    assert len(captures) == 4  # one of them of the search
+    torch.testing.assert_close(torch.cat([first, second]), expected, rtol=3e-2, atol=0)

@@ -72,10 +72,9 @@ class ClassificationTrainConfig(TrainConfig):
         TrainConfig, "metric", default="loss", help="validation value that decides best weights and early stopping"
     )
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.cuda_graphs:
-            raise ValueError("cuda_graphs must be False for classifiers, whose batches have one label a text, not True")
+    def graphs_obstacle(self, processes: int = 1) -> str | None:
+        """Return why CUDA graphs cannot repeat the steps of classifiers."""
+        return "cuda_graphs must be False for classifiers, whose batches have one label a text, not True"
 
 
 APPLICATION = Application(

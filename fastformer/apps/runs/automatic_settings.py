@@ -22,7 +22,7 @@ import math
 import time
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import chain, cycle
 from types import MappingProxyType
 from typing import Any, NamedTuple
@@ -31,8 +31,8 @@ import torch
 from torch import Tensor, nn
 
 from fastformer.apps.train import BatchSource, TrainConfig
+from fastformer.apps.train.graphs import GraphedUpdate, new_update
 from fastformer.apps.train.processes import Processes
-from fastformer.apps.train.update import Update
 from fastformer.nn.activations import is_gated
 
 # Settings chosen for every kind of run; the applications add others.
@@ -208,25 +208,28 @@ def targets_per_second(
 ) -> float:
     """Measure the targets per second of `world` processes, over a few steps of one process, which change the model.
 
-    The first step is not counted, because it compiles and allocates.
+    The first step is not counted, because it compiles and allocates. With CUDA graphs each batch makes three steps, of
+    which only the last is counted: it is a replay.
     """
     device = next(model.parameters()).device
-    update = Update(model, loss, train, Processes())
+    update = new_update(model, loss, train if world == 1 else replace(train, cuda_graphs=False), Processes())
+    repeats = 3 if isinstance(update, GraphedUpdate) else 1
     clock = time.process_time if train.clock == "cpu" else time.perf_counter
     if train.threads is not None:
         torch.set_num_threads(train.threads)
     model.train()
-    tokens, started = 0, 0.0
+    tokens, seconds = 0, 0.0
     for step, batch in enumerate(cycle(batches.epoch(0))):
-        _, norm, seen = update.gradients([(batch.share(0, world) if world > 1 else None) or batch])
-        update.apply(norm, train.lr)
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
-        if step == 0:
+        for _ in range(repeats):
             started = clock()
+            _, norm, seen = update.gradients([(batch.share(0, world) if world > 1 else None) or batch])
+            update.apply(norm, train.lr)
+            if device.type == "cuda":
+                torch.cuda.synchronize(device)
+        if step == 0:
             continue
         tokens += seen
-        seconds = clock() - started
+        seconds += clock() - started
         if seconds >= (_TRIAL_SECONDS if step >= _TRIAL_STEPS else 3 * _TRIAL_SECONDS):
             break
     return tokens * world / seconds

@@ -69,9 +69,9 @@ class TrainConfig(Settings):
     precision: str = setting(
         "fp32", "fp32, or autocast to bf16 or fp16 (the latter with loss scaling)", choices=("fp32", "bf16", "fp16")
     )
-    cuda_graphs: bool = setting(
-        False,
-        "repeat steps as CUDA graphs, for small batches; fp32 or bf16",
+    cuda_graphs: bool | None = setting(
+        None,
+        "repeat steps as CUDA graphs, in fp32 or bf16; unset: on a CUDA GPU, where they apply",
         only={"hardware": "a CUDA device", "processes": "one process"},
     )
     compile: str | None = setting(
@@ -94,13 +94,19 @@ class TrainConfig(Settings):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.cuda_graphs and self.precision == "fp16":
-            raise ValueError("cuda_graphs=True is for precision fp32 and bf16, not for fp16")
-        for other, value in (("compile", self.compile), ("checkpoint_activations", self.checkpoint_activations)):
-            if self.cuda_graphs and value:
-                raise ValueError(f"cuda_graphs=True does not go together with {other}={value!r}; leave one of them out")
+        if self.cuda_graphs and (obstacle := self.graphs_obstacle()):
+            raise ValueError(obstacle)
         if self.steps is None and self.epochs is None and self.minutes is None:
             raise ValueError("no end of training is set; give steps, epochs or minutes")
+
+    def graphs_obstacle(self, processes: int = 1) -> str | None:
+        """Return why CUDA graphs cannot repeat the steps of this many processes, or None if they can."""
+        if self.precision == "fp16":
+            return "cuda_graphs=True is for precision fp32 and bf16, not for fp16"
+        for other, value in (("compile", self.compile), ("checkpoint_activations", self.checkpoint_activations)):
+            if value:
+                return f"cuda_graphs=True does not go together with {other}={value!r}; leave one of them out"
+        return f"cuda_graphs=True is for one process, not for {processes}" if processes > 1 else None
 
     @property
     def end(self) -> str:
@@ -124,5 +130,5 @@ def check_machine(config: TrainConfig, device: torch.device | str, world: int) -
             f"compile={_INDUCTOR!r} needs a C++ compiler on a CPU, and {compiler!r} is not found; install one, name "
             "one in the environment variable CXX, or leave compile unset"
         )
-    if config.cuda_graphs and world > 1:
-        raise ValueError(f"cuda_graphs=True is for one process, not for {world}")
+    if config.cuda_graphs and (obstacle := config.graphs_obstacle(world)):
+        raise ValueError(obstacle)

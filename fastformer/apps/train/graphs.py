@@ -1,7 +1,8 @@
 """Optimizer steps as CUDA graphs: about three launches a step, for steps that wait for the host.
 
 The host of one H200 needed 34 to 60 ms for a step of 6+6 layers in bf16; the GPU computed it in 5.3 to 8.1 ms
-(benchmarks/results/h200.json, 2,000 to 4,000 tokens a side). So each part of a step is captured:
+(benchmarks/results/h200.json, 2,000 to 4,000 tokens a side). From graphs the steps were 9.8 and 6.4 times as fast with
+random and with bucketed batches, in fp32 5.8 and 1.3 times. So each part of a step is captured:
 
 - forward and backward of a batch, once for each shape (`FixedBatch`); one op adds the new gradients to the
   accumulated ones: 186 launches fewer, for the memory of the gradients once more;
@@ -32,7 +33,7 @@ from fastformer.apps.text import Side
 from fastformer.apps.train.config import TrainConfig
 from fastformer.apps.train.processes import Processes
 from fastformer.apps.train.update import Update
-from fastformer.host.cuda_graphs import Recorded, Recorder, Step, capture_or_warn, recorder
+from fastformer.host.cuda_graphs import Recorded, Recorder, Step, capture_or_warn, memory_for_graphs, recorder
 from fastformer.modes import capturing
 from fastformer.nn.stacks import TransformerDecoder, TransformerEncoder
 from fastformer.packing import Layout
@@ -48,7 +49,7 @@ _PADDING_ID, _IGNORED = 0, -100  # the second is the losses' ignore_index
 def new_update(
     model: nn.Module, loss: Callable[[Any, Any], Tensor], config: TrainConfig, processes: Processes
 ) -> Update:
-    """Return the `Update` of a configuration, with CUDA graphs if it asks for them and the device has them.
+    """Return the `Update` of a configuration, with CUDA graphs if it allows them and the device has them.
 
     Raises ValueError if activations are to be checkpointed and the model has no stack.
     """
@@ -62,7 +63,8 @@ def new_update(
         for stack in stacks:
             stack.checkpoint_activations = True
     device = next(model.parameters()).device
-    graph_recorder = recorder(device, keeps_memory=False) if config.cuda_graphs else None
+    graphs = config.cuda_graphs is not False and config.graphs_obstacle(processes.world) is None
+    graph_recorder = recorder(device, keeps_memory=False) if graphs else None
     if graph_recorder is None:
         return Update(model, loss, config, processes)
     return GraphedUpdate(model, loss, config, processes, graph_recorder)
@@ -72,7 +74,9 @@ class GraphedUpdate(Update):
     """An `Update` whose parts are captured and replayed as CUDA graphs.
 
     If a part cannot be captured, a warning is issued and all later steps run eagerly. The loss takes batches whose
-    lengths are a `Layout`.
+    lengths are a `Layout`. With `cuda_graphs=None`, steps run eagerly, without a warning, if graphs may not repeat all
+    that they do (code other than torch's and fastformer's, hooks, batches that `shape_of` refuses), or if eager steps
+    take more than half of the device's memory.
     """
 
     def __init__(
@@ -95,14 +99,14 @@ class GraphedUpdate(Update):
 
     def gradients(self, batches: Sequence[Any]) -> tuple[Tensor, Tensor, int]:
         """Run forward and backward as in `Update`; the next step overwrites both returned tensors."""
-        if self._recorder is None:
+        shapes = self._shapes(batches)
+        if shapes is None:
             return super().gradients(batches)
         self._check_addresses()
         tokens = sum(batch.tokens for batch in batches)
         self._tokens.fill_(max(tokens, 1))
         self._total.zero_()
-        for batch in batches:
-            shape = shape_of(batch, self._longest)
+        for batch, shape in zip(batches, shapes, strict=True):
             if shape not in self._memory:
                 self._memory[shape] = FixedBatch(batch, shape, self.device)
             memory = self._memory[shape]
@@ -110,6 +114,20 @@ class GraphedUpdate(Update):
             self._run(shape, partial(self._add, memory))
         self._run("norm", lambda: self._norm.copy_(self.norm()))
         return self._total, self._norm, tokens
+
+    def _shapes(self, batches: Sequence[Any]) -> "list[Shape] | None":
+        """Return the shapes of a step's batches; None if this step and all later ones run eagerly."""
+        chosen = self._config.cuda_graphs is None
+        hooked = chosen and any(p._backward_hooks or p._post_accumulate_grad_hooks for p in self.parameters)
+        if self._recorder is not None and not hooked and (not chosen or self.runs_known_code()):
+            try:
+                return [shape_of(batch, self._longest) for batch in batches]
+            except TypeError:
+                if not chosen:
+                    raise
+        self._recorder = None
+        self._forget()
+        return None
 
     def apply(self, norm: Tensor, rate: float) -> None:
         """Clip the gradients of the last `gradients`, and change the parameters by them at the learning rate `rate`."""
@@ -130,6 +148,8 @@ class GraphedUpdate(Update):
 
     def backward(self, batch: Any, tokens: float | Tensor) -> Tensor:
         """Add the gradients as in `Update`, but with one op for all, which needs the memory of the gradients twice."""
+        if self._recorder is None:
+            return super().backward(batch, tokens)
         accumulated = [p.grad for p in self.parameters]
         for p in self.parameters:
             p.grad = None
@@ -164,9 +184,13 @@ class GraphedUpdate(Update):
                 self._check_addresses()  # this step may have allocated gradients
                 self._warm.add(name)
                 return
+            peak, recorded = 0, None
             if self.device.type == "cuda":
                 torch.cuda.empty_cache()  # a capture can take no memory that eager steps have left in the cache
-            recorded = None if self._recorder is None else capture_or_warn(self._recorder, step, "training")
+                peak = torch.cuda.max_memory_allocated(self.device)
+            room = peak <= memory_for_graphs(self.device) / 2  # validations cannot use the memory of graphs
+            if self._recorder is not None and (room or self._config.cuda_graphs):
+                recorded = capture_or_warn(self._recorder, step, "training")
             if recorded is None:
                 self._recorder = None
                 self._forget()
@@ -207,15 +231,17 @@ def shape_of(batch: Any, longest: int | None = None) -> Shape:
     """Return the shape that a batch on the CPU is rounded up to; the same for every batch of the same sizes.
 
     longest: tokens of the longest sequence that the model takes; None: any. Raises TypeError if the sides of the batch
-    do not name all fields, or ids are not packed.
+    do not name all fields, or ids are not packed or not on the CPU.
     """
     sides: tuple[Side, ...] = getattr(batch, "SIDES", ())
-    packed = all(getattr(batch, name).dim() == 1 for side in sides for name in side.inputs + side.targets)
+    ids = [getattr(batch, name) for side in sides for name in side.inputs + side.targets]
+    packed, on_cpu = all(x.dim() == 1 for x in ids), all(x.device.type == "cpu" for x in ids)
     named = {name for side in sides for name in (side.lengths, *side.inputs, *side.targets)}
-    if not sides or not packed or {each.name for each in fields(batch)} != named:
+    if not sides or not packed or not on_cpu or {each.name for each in fields(batch)} != named:
         raise TypeError(
-            "cuda_graphs=True needs batches of packed ids whose SIDES name all fields, as fastformer.apps.text.Batch "
-            f"and LanguageBatch have; not {type(batch).__name__}{' with padded ids' if sides and not packed else ''}"
+            "cuda_graphs=True needs batches of packed ids on the CPU whose SIDES name all fields, as those of "
+            "fastformer.apps.text.Batch and LanguageBatch; not "
+            f"{type(batch).__name__}{' with padded ids' if sides and not packed else ''}"
         )
     totals, limits, fillers = [], [], [0]
     for side in sides:

@@ -27,7 +27,7 @@ from fastformer.apps.train.parallel import exchange, part_of, wrap
 from fastformer.apps.train.processes import Processes
 from fastformer.host.autocast import cast_together
 from fastformer.host.autograd_function import seeds_together
-from fastformer.nn.inspection import has_global_hooks, has_own_hooks
+from fastformer.nn.inspection import has_hooks
 from fastformer.packing import Layout
 
 _PRECISIONS = {"bf16": torch.bfloat16, "fp16": torch.float16}
@@ -64,14 +64,14 @@ class Update:
         self, model: nn.Module, loss: Callable[[Any, Any], Tensor], config: TrainConfig, processes: Processes
     ) -> None:
         self.device = next(model.parameters()).device
-        self._runs_known_code = _runs_known_code(model, loss)  # before `wrap` changes classes
+        self._known = _runs_known_code(model, loss)  # before `wrap` changes classes
         dtype, compiled = _PRECISIONS.get(config.precision), config.compile is not None
         self.module = wrap(_Step(model, loss, config.compile), config.parallel, processes, dtype, compiled)
         self.optimizer = build_optimizer(model, config)
         self.parameters: list[Tensor] = [p for group in self.optimizer.param_groups for p in group["params"]]
         self._config, self._processes = config, processes
         # Several processes exchange gradients parameter by parameter; a compiler casts on its own.
-        together = self._runs_known_code and processes.world == 1 and not compiled
+        together = self._known and processes.world == 1 and not compiled
         self._cast = [x for x in model.modules() if together and isinstance(x, nn.Linear | nn.MultiheadAttention)]
         self._called = list(model.modules())
         self._scaler = torch.amp.GradScaler(self.device.type, enabled=config.precision == "fp16")
@@ -110,14 +110,17 @@ class Update:
         """
         with ExitStack() as stack:
             stack.enter_context(self.autocast())
-            # Hooks may write to parameters, too; this check takes 40 us for 158 modules.
-            if self._runs_known_code and not has_global_hooks() and not any(map(has_own_hooks, self._called)):
+            if self.runs_known_code():
                 stack.enter_context(cast_together(self._cast, _PRECISIONS.get(self._config.precision)))
                 stack.enter_context(seeds_together())
             loss: Tensor = self.module(batch)
         # DDP and FSDP2 average the gradients of the processes, but a step needs the sum.
         self._scaler.scale(loss * self._processes.world / tokens).backward()  # type: ignore[no-untyped-call]
         return loss.detach()
+
+    def runs_known_code(self) -> bool:
+        """Return whether only code of torch and fastformer runs in the model, and no hook."""
+        return self._known and not has_hooks(self._called)  # 40 us for 158 modules; hooks can be added at any time
 
     def norm(self) -> Tensor:
         """Return the norm of the gradients of all processes, a scalar."""

@@ -272,6 +272,7 @@ class TranslationRun(Run):
         source, target = self.tokenizers
         pairs = encode_pairs(corpus, source, target, data.max_length, too_long="truncate")
         tokenizer = data.tokenizer_for_bleu
+        graphs = False if self.train_config.cuda_graphs is False else None
         warn_without_spaces(tokenizer, corpus.target[: data.bleu_sentences])  # before hours of training
 
         def score(model: TranslationModel, indices: NDArray[np.int64]) -> dict[str, float | str]:
@@ -279,7 +280,7 @@ class TranslationRun(Run):
             scored = corpus.take([i for i in indices.tolist() if i < data.bleu_sentences], "valid")
             if len(scored):
                 translator = Translator(model, source, target, data.max_length)
-                translations = translator.translate(scored.source, SearchOptions(beam=1))
+                translations = translator.translate(scored.source, SearchOptions(beam=1, cuda_graphs=graphs))
                 scores = score_translations(translations, scored.target, tokenizer=tokenizer)
                 values |= {"bleu": scores.bleu, "bleu_signature": scores.bleu_signature, "chrf": scores.chrf}
             return values

@@ -19,12 +19,20 @@ from fastformer.apps.models.sizes import LARGEST
 from fastformer.apps.settings import Settings, setting
 from fastformer.apps.translation.model import TranslationConfig, TranslationModel
 from fastformer.apps.translation.state import DecoderState
+from fastformer.host.cuda_graphs import memory_for_graphs
 from fastformer.host.devices import send, widest_dtype
+from fastformer.nn.inspection import has_hooks
 from fastformer.packing import lengths_of
 
-# Sentences leave the batch once an eighth of it has finished, because each removal copies the cache; half with CUDA
-# graphs, where a removal also costs an eager step and a capture.
-_RUNNING, _REPLAYED = 7 / 8, 1 / 2
+# Sentences leave the batch once an eighth of it has finished, because each removal copies the cache.
+_RUNNING = 7 / 8
+# With CUDA graphs a removal also costs an eager step and a capture, which takes at least as long. Sentences leave once
+# their rows have cost as much, in rows times steps: on one H200 two eager steps took 10 ms, and each row 14 us a step
+# (`pytest benchmarks -k "decoding and graphs"`, 1 to 128 rows, 6+6 layers).
+_IDLE_ROWS = 700
+# CUDA graphs need a cache for the longest translation from the start, and rows that move are copied: by default it may
+# take this share of the device's memory.
+_CACHE_SHARE = 1 / 10
 _UNLIMITED = 1 << 31  # tokens
 _HIGHEST_POWER = 30  # a double holds (2 ** 31) ** 30
 _BEAM, _SAMPLE = {"search": "a beam above 1"}, {"sample": True}
@@ -60,7 +68,9 @@ class SearchOptions(Settings):
         only=_SAMPLE,
     )
     seed: int | None = setting(None, "random seed; unset: other translations each time", at_least=0, only=_SAMPLE)
-    cuda_graphs: bool = setting(False, "replay each step as a CUDA graph, for small batches; needs a GPU")
+    cuda_graphs: bool | None = setting(
+        None, "replay each step as a CUDA graph, which needs a CUDA GPU; unset: on such a GPU, if memory allows"
+    )
 
     @property
     def search(self) -> str:
@@ -125,7 +135,7 @@ def beam_search(
 
     Raises:
         FloatingPointError: the model gives NaN.
-        ValueError: options.cuda_graphs without a CUDA device.
+        ValueError: options.cuda_graphs is True without a CUDA device.
     """
     options = options or SearchOptions()
     source_lengths = lengths_of("source_lengths", source_lengths)
@@ -134,11 +144,15 @@ def beam_search(
     N = 1 if options.sample else options.beam
     limits = options.limits(source_lengths, model.config).tolist()
     sentences = [_Sentence(limit, [[]] * N) for limit in limits]
-    state = DecoderState(model, source, source_lengths, N, max(limits) if options.cuda_graphs else None)
+    graphs = options.cuda_graphs
+    if graphs is None:
+        graphs = _graphs_apply(model, source.device, N * len(limits) * max(limits))
+    state = DecoderState(model, source, source_lengths, N, max(limits) if graphs else None)
     batch = list(range(len(sentences)))  # the sentences whose rows are in the state
     ids = [model.config.bos_id] * (N * len(batch))
     scores = [0.0] + [-math.inf] * (N - 1)  # at first all N are the same, so only one may bring candidates
     scores = scores * len(batch)
+    idle_rows = 0  # of sentences that are done, at each step
     for length in range(1, max(limits) + 1):
         fed, totals = send(source.device, torch.tensor(ids, device="cpu"), torch.tensor(scores, device="cpu"))
         log_p = state.step(fed).float().log_softmax(-1)
@@ -156,12 +170,25 @@ def beam_search(
             break
         if parents != list(range(len(parents))):
             state.cache.reorder(torch.tensor(parents, device="cpu"))
-        if len(running) <= len(batch) * (_REPLAYED if state.recorder else _RUNNING):
+        idle_rows += N * (len(batch) - len(running))
+        if idle_rows > _IDLE_ROWS if state.recorder else len(running) <= len(batch) * _RUNNING:
+            idle_rows = 0
             state.keep(torch.tensor(running, device="cpu"))
             rows = [row * N + n for row in running for n in range(N)]
             ids, scores = [ids[row] for row in rows], [scores[row] for row in rows]
             batch = [batch[row] for row in running]
     return [sentence.finished[: options.n_best] for sentence in sentences]
+
+
+def _graphs_apply(model: TranslationModel, device: torch.device, tokens: int) -> bool:
+    """Return whether a search that may cache this many tokens replays CUDA graphs by default.
+
+    The device must have them, and enough memory; hooks, which replays would not call, may not exist.
+    """
+    c = model.config
+    numbers = 2 * tokens * c.decoder_layers * (c.kv_heads or c.heads) * c.head_width
+    cache_bytes = numbers * model.output.weight.element_size()
+    return cache_bytes <= _CACHE_SHARE * memory_for_graphs(device) and not has_hooks(model.modules())
 
 
 @dataclass

@@ -7,12 +7,15 @@ import copy
 import functools
 import warnings
 from dataclasses import dataclass
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
 
+from fastformer.apps.classification.run import ClassificationTrainConfig
 from fastformer.apps.language.model import language_model_loss
+from fastformer.apps.runs import automatic_settings
 from fastformer.apps.text import (
     Batches,
     EncodedPairs,
@@ -189,10 +192,66 @@ def test_a_run_is_the_eager_one_and_resumes_with_and_without_graphs(tape, tmp_pa
             assert actual == (*expected[:2], pytest.approx(expected[2], rel=1e-6), pytest.approx(expected[3], rel=1e-5))
 
 
-def test_graphs_are_for_one_process_on_a_device_that_has_them(tape, monkeypatch):
+@pytest.mark.parametrize(
+    ("config", "processes", "graphed"),
+    [
+        (TrainConfig(steps=1), 1, True),
+        (TrainConfig(steps=1, precision="bf16"), 1, True),
+        (TrainConfig(steps=1, cuda_graphs=True), 1, True),
+        (TrainConfig(steps=1, cuda_graphs=False), 1, False),
+        (TrainConfig(steps=1), 2, False),
+        (TrainConfig(steps=1, precision="fp16"), 1, False),
+        (TrainConfig(steps=1, compile="eager"), 1, False),
+        (TrainConfig(steps=1, checkpoint_activations=True), 1, False),
+        (ClassificationTrainConfig(steps=1), 1, False),
+    ],
+)
+def test_graphs_are_the_default_where_the_settings_allow_them(tape, monkeypatch, config, processes, graphed):
+    monkeypatch.setattr(graphs, "Update", lambda *arguments: "eager")
+    monkeypatch.setattr(graphs, "GraphedUpdate", lambda *arguments: "graphed")
+    update = new_update(random_model(), LOSS, config, SimpleNamespace(world=processes))
+    assert update == ("graphed" if graphed else "eager")
+
+
+@pytest.mark.parametrize(
+    "obstacle", ["none", "a hook", "a later hook", "a parameter's hook", "other code", "padded batches", "memory"]
+)
+def test_by_default_graphs_repeat_only_what_they_can(tape, monkeypatch, obstacle):
+    """Elsewhere steps are eager, without an error or a warning."""
+    loss = (lambda model, batch: LOSS(model, batch)) if obstacle == "other code" else LOSS
+    eager, graphed, model, other = updates(tape, settings(cuda_graphs=None), loss)
+    groups, hooked = [[random_batch([(1, 2), (3, 1)], packed=obstacle != "padded batches")]] * 4, []
+    if obstacle == "memory":
+        monkeypatch.setattr(graphs, "memory_for_graphs", lambda device: -1)  # a peak of 0 is more than half of it
+    if obstacle == "a later hook":
+        train(eager, groups)
+        train(graphed, groups)
+    captured, replayed = tape.captured, tape.replayed
+    if "parameter" in obstacle:
+        other.output.weight.register_hook(hooked.append)
+    elif "hook" in obstacle:
+        other.output.register_forward_hook(lambda *_: hooked.append(1))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        torch.testing.assert_close(train(graphed, groups), train(eager, groups), rtol=1e-6, atol=0)
+    assert_same_parameters(model, other)
+    assert len(hooked) == ("hook" in obstacle) * len(groups)
+    assert captured == 3 * (obstacle == "a later hook")
+    assert (tape.captured > captured) == (tape.replayed > replayed) == (obstacle == "none")
+
+
+def test_the_speed_of_replays_is_measured(tape, monkeypatch):
+    monkeypatch.setattr(automatic_settings, "_TRIAL_SECONDS", 0.0)
+    source = SimpleNamespace(epoch=lambda number: batches(2))
+    arguments = random_model(1).double(), LOSS, source, TrainConfig(steps=1)
+    assert automatic_settings.targets_per_second(*arguments, world=2) > 0
+    assert not tape.captured
+    assert automatic_settings.targets_per_second(*arguments, world=1) > 0
+    assert tape.replayed > tape.captured > 0
+
+
+def test_settings_that_exclude_graphs_are_named_and_other_devices_run_eagerly(tape, monkeypatch):
     config = TrainConfig(steps=1, cuda_graphs=True)
-    assert type(new_update(random_model(), LOSS, config, Processes())) is GraphedUpdate
-    assert type(new_update(random_model(), LOSS, TrainConfig(steps=1), Processes())) is Update
     with pytest.raises(ValueError, match="cuda_graphs=True is for one process, not for 2"):
         check_machine(config, "cuda", world=2)
     with pytest.raises(ValueError, match="cuda_graphs=True is for precision fp32 and bf16, not for fp16"):
@@ -200,7 +259,8 @@ def test_graphs_are_for_one_process_on_a_device_that_has_them(tape, monkeypatch)
     monkeypatch.undo()
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        assert type(new_update(random_model(), LOSS, config, Processes())) is Update
+        for each in (config, TrainConfig(steps=1)):
+            assert type(new_update(random_model(), LOSS, each, Processes())) is Update
 
 
 @dataclass(frozen=True)

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from fastformer.apps.translation import state
+from fastformer.apps.translation import search, state
 from fastformer.apps.translation.search import SearchOptions, beam_search, greedy_search
 from fastformer.apps.translation.state import DecoderState
 from tests.support.fused_op import poisoned
@@ -61,12 +61,41 @@ def assert_same_hypotheses(actual, expected):
 
 @pytest.mark.parametrize("rules", RULES, ids=str)
 @pytest.mark.parametrize("find", [greedy_search, beam_search])
-def test_searches_find_the_same(find, rules, tape):
+def test_searches_find_the_same(find, rules, tape, monkeypatch):
+    """Also where sentences that are done leave, and the step is captured again."""
+    monkeypatch.setattr(search, "_IDLE_ROWS", 3)
     arguments = random_model(6).double(), *sources(RAGGED)
     expected = find(*arguments, SearchOptions(beam=3, **rules))
     actual = find(*arguments, SearchOptions(beam=3, **rules, cuda_graphs=True))
     assert_same_hypotheses(actual, expected)
     assert tape.replayed
+    assert tape.captured > 1 or rules
+
+
+def test_by_default_searches_replay_graphs_where_they_apply(tape, monkeypatch):
+    """On a device with graphs, if the cache takes at most a tenth of its memory, and without hooks."""
+    model, (source, lengths) = random_model(6).double(), sources(RAGGED)
+    longest = int(SearchOptions().limits(lengths, model.config).max())
+    cache = DecoderState(model, source, lengths, 4, longest).cache
+    enough = 10 * sum(x.nbytes for layer in cache.layers for x in (layer.keys, layer.values))
+    memory = enough
+    monkeypatch.setattr(search, "memory_for_graphs", lambda device: memory)
+
+    def replays(**options):
+        before = tape.replayed
+        beam_search(model, source, lengths, SearchOptions(**options))
+        return tape.replayed > before
+
+    assert replays()
+    assert not replays(cuda_graphs=False)
+    memory = enough - 1
+    assert not replays()
+    assert replays(cuda_graphs=True)
+    memory = 0  # no graphs
+    assert not replays()
+    memory = enough
+    with model.output.register_forward_hook(lambda *_: None):
+        assert not replays()
 
 
 def test_a_step_that_cannot_be_captured_is_eager_from_then_on(tape, monkeypatch):

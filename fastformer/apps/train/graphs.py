@@ -117,13 +117,12 @@ class GraphedUpdate(Update):
 
     def _shapes(self, batches: Sequence[Any]) -> "list[Shape] | None":
         """Return the shapes of a step's batches; None if this step and all later ones run eagerly."""
-        chosen = self._config.cuda_graphs is None
-        hooked = chosen and any(p._backward_hooks or p._post_accumulate_grad_hooks for p in self.parameters)
-        if self._recorder is not None and not hooked and (not chosen or self.runs_known_code()):
+        required = self._config.cuda_graphs
+        if self._recorder is not None and (required or self.runs_known_code()):
             try:
                 return [shape_of(batch, self._longest) for batch in batches]
             except TypeError:
-                if not chosen:
+                if required:
                     raise
         self._recorder = None
         self._forget()
@@ -184,12 +183,10 @@ class GraphedUpdate(Update):
                 self._check_addresses()  # this step may have allocated gradients
                 self._warm.add(name)
                 return
-            peak, recorded = 0, None
             if self.device.type == "cuda":
                 torch.cuda.empty_cache()  # a capture can take no memory that eager steps have left in the cache
-                peak = torch.cuda.max_memory_allocated(self.device)
-            room = peak <= memory_for_graphs(self.device) / 2  # validations cannot use the memory of graphs
-            if self._recorder is not None and (room or self._config.cuda_graphs):
+            recorded = None
+            if self._recorder is not None and (self._config.cuda_graphs or self._may_capture()):
                 recorded = capture_or_warn(self._recorder, step, "training")
             if recorded is None:
                 self._recorder = None
@@ -199,6 +196,12 @@ class GraphedUpdate(Update):
             # The graph still reads these buffers after the module replaces them, such as a growing table of positions.
             self._recorded[name] = recorded, list(self.module.buffers())
         self._recorded[name][0].replay()
+
+    def _may_capture(self) -> bool:
+        """Return whether parameters have no hooks, and eager steps took at most half of the device's memory."""
+        hooked = any(p._backward_hooks or p._post_accumulate_grad_hooks for p in self.parameters)
+        peak = torch.cuda.max_memory_allocated(self.device) if self.device.type == "cuda" else 0
+        return not hooked and peak <= memory_for_graphs(self.device) / 2  # validations cannot use graphs' memory
 
     def _check_addresses(self) -> None:
         """Drop all graphs if parameters or gradients have new addresses, or any capture has failed."""

@@ -123,12 +123,12 @@ WAIT = r"\bwgmma\.wait_group\b", "register in flight|under way|nobody waited for
 REGISTERS = r"\bwgmma\.fence\b", "no wgmma.fence|register written since wgmma.fence"
 SHARED = r"\bfence\.proxy\.async\b", "no fence.proxy.async"
 LEFT_OUT = {
-    "barrier of a norm": (normalise, "layer_norm_forward_kernel", BARRIER),
+    "barrier of a norm": (normalise, "layer_norm_backward_kernel", BARRIER),
     "barrier of attention": (attend, "_attention", BARRIER),
     "barrier of dQ": (attend_and_back, "_attention_queries", BARRIER),
     "cp.async of a norm": (normalise, "layer_norm_backward_kernel", COPY),
     "cp.async of attention": (attend, "_attention", COPY),
-    "cp.async of dK and dV": (attend_and_back, "_attention_keys_values", COPY),
+    "cp.async of dQ": (attend_and_back, "_attention_queries", COPY),
     "wgmma of attention, wait": (attend, "_attention", WAIT),
     "wgmma of attention, fence of registers": (attend, "_attention", REGISTERS),
     "wgmma of attention, fence of shared memory": (attend, "_attention", SHARED),

@@ -3,7 +3,9 @@
 import pytest
 import torch
 
+from fastformer.apps.train import TrainConfig
 from fastformer.apps.translation import search, state
+from fastformer.apps.translation.run import DataConfig, TranslationRun
 from fastformer.apps.translation.search import SearchOptions, beam_search, greedy_search
 from fastformer.apps.translation.state import DecoderState
 from tests.support.fused_op import poisoned
@@ -96,6 +98,17 @@ def test_by_default_searches_replay_graphs_where_they_apply(tape, monkeypatch):
     memory = enough
     with model.output.register_forward_hook(lambda *_: None):
         assert not replays()
+
+
+@pytest.mark.parametrize("graphs", [None, False])
+def test_validations_replay_graphs_unless_training_may_not(graphs, tape, monkeypatch, tmp_path):
+    monkeypatch.setattr(search, "memory_for_graphs", lambda device: 1 << 40)
+    data = DataConfig(train_size=80, valid_size=10, test_size=10, vocabulary=70, bleu_sentences=2)
+    shape = {"d_model": 16, "heads": 2, "feed_forward": 16, "encoder_layers": 1, "decoder_layers": 1}
+    run = TranslationRun.create(tmp_path / "run", data, shape, TrainConfig(steps=1, cuda_graphs=graphs))
+    with torch.no_grad():
+        run.validation()(run.new_model())
+    assert (tape.replayed > 0) == (graphs is None)
 
 
 def test_a_step_that_cannot_be_captured_is_eager_from_then_on(tape, monkeypatch):

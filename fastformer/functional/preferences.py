@@ -35,7 +35,7 @@ _INFERENCE: tuple[Use, ...] = ("inference",)
 _TRAINING: tuple[Use, ...] = ("training",)
 _BOTH = _INFERENCE + _TRAINING
 # SDPA takes cuDNN for 16 bits there, and its memory-efficient backend for fp32; the slowest case of a row counts.
-_H200 = "one H200, 16,384 positions, lengths 40 to 16,384 (benchmarks/NOTES.md)"
+_H200 = "one H200, 16,384 positions, lengths 40 to 16,384 (benchmarks/RESULTS.md, NOTES.md)"
 
 # A call takes the first row that fits it.
 PREFERENCES: tuple[Preference, ...] = (

@@ -16,7 +16,7 @@ were timed on an H200 (benchmarks/NOTES.md). Four warps and two or more blocks o
 and larger tiles: while one block computes exponentials, another multiplies.
 
 **The other rows** are the largest tiles that spill nothing and compute no product twice, of these the fewest
-instructions, by what the compiler reports (`python -m benchmarks.codegen`). Not measured on a GPU. 16 bits: 16 rows a
+instructions, by what the compiler reports (`python -m benchmarks.codegen`). No GPU has timed others. 16 bits: 16 rows a
 warp, as one warp multiplies. Short sequences take smaller tiles, so that less of the last one is wasted and more blocks
 run. Masks and softcap take registers. fp32 on plain cores is bound by registers.
 

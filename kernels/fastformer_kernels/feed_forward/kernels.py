@@ -210,7 +210,7 @@ def tile(F: int) -> dict[str, int]:
     """Choose the tile: 16 elements a thread in rows of up to 512 bytes.
 
     Wide rows make whole cache lines of each access; 16 elements keep both sums of a gated backward in registers.
-    Not measured on a GPU.
+    Other tiles were not timed on a GPU.
     """
     width = min(power_of_two(F, 8), 256)
     return {"BLOCK_M": 2048 // width, "BLOCK_F": width, "num_warps": 4}
@@ -220,7 +220,7 @@ def _row_programs(x: Tensor, M: int, F: int, gated: bool, block: dict[str, int])
     """Choose how many programs share the rows in backward, each with its own partial sum of the bias's gradient.
 
     As many as are on the GPU at once: compiled for sm_90 in 16 bits, a thread takes 54 to 88 registers, gated 99 to
-    128, which is at least five and three blocks a multiprocessor. Not measured on a GPU.
+    128, which is at least five and three blocks a multiprocessor. Other numbers were not timed on a GPU.
     """
     column_programs = cdiv(F, block["BLOCK_F"])
     most = cdiv((3 if gated else 5) * device_of(x).multiprocessors, column_programs)

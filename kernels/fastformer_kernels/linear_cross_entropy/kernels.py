@@ -35,7 +35,7 @@ def chunk_rows(M: int, V: int, itemsize: int) -> int:
     """Choose how many rows have their logits in memory at once: at most CHUNK_ROWS, and CHUNK_BYTES of logits.
 
     M rows are divided evenly: 4097 rows are two chunks of about 2,050. A chunk of one row would read all of W and add
-    to all of dW. bf16: V = 32,768 gives 4,096 rows, V = 262,144 gives 512. Not measured on a GPU.
+    to all of dW. bf16: V = 32,768 gives 4,096 rows, V = 262,144 gives 512. Others were not timed.
     """
     limit = min(CHUNK_ROWS, max(1, CHUNK_BYTES // (V * itemsize)))
     if limit > _ROWS_MULTIPLE:
@@ -48,7 +48,7 @@ def _config(V: int) -> dict[str, int]:
     """Choose the tile of one row: 16 logits a thread, two loads of 16 bytes of bf16.
 
     With 40 to 60 registers, four to six blocks share a multiprocessor of sm_90: while one computes, others load. Loads
-    ahead of time (`num_stages=2`) took twice the registers and left two. Not measured on a GPU.
+    ahead of time (`num_stages=2`) took twice the registers and left two. Other tiles were not timed on a GPU.
     """
     BLOCK = min(power_of_two(V, 32), 4096)
     return {"BLOCK": BLOCK, "num_warps": max(1, BLOCK // 512), "num_stages": 1}

@@ -216,7 +216,7 @@ def dropout_add_backward_kernel(
 
 
 def elementwise(x: Tensor) -> tuple[tuple[int, int], dict[str, int]]:
-    """Choose grid and tile of an elementwise kernel on `[M, N]`: 16 elements a thread. Not measured on a GPU."""
+    """Choose grid and tile of an elementwise kernel on `[M, N]`: 16 elements a thread. Others were not timed."""
     M, N = x.shape
     BLOCK_N = min(power_of_two(N, 16), TILE)
     BLOCK_M = TILE // BLOCK_N
@@ -274,7 +274,7 @@ def forward(
 def elements_a_thread(N: int, mixed: bool) -> int | None:
     """Choose how much of a tile each thread of the backward kernel holds; None if the kernel cannot take rows of N.
 
-    More elements need less synchronisation, until registers spill on sm_80, sm_90 or sm_100. Not measured on a GPU.
+    More elements need less synchronisation, until registers spill on sm_80, sm_90 or sm_100. Others were not timed.
 
     Args:
         N: row length.

@@ -159,10 +159,13 @@ def test_gpus_are_classified_by_their_matrix_units_and_shared_memory():
     }
 
 
-@pytest.mark.parametrize("kind", [torch.bool, torch.float32], ids=str)
-def test_masks_of_wide_heads_in_tf32(kind, monkeypatch):
-    q, k, v = (x.to(DEVICE, torch.float32).requires_grad_() for x in heads(1, 1, 70, 90, 96))
-    rules = {name: x.to(DEVICE) if isinstance(x, Tensor) else x for name, x in masks(kind).items()}
+@pytest.mark.parametrize("kind", [torch.bool, torch.float32, None], ids=str)
+def test_wide_heads_in_tf32(kind, monkeypatch):
+    """With masks; and without, over many tiles, each of whose scores are computed before the softmax of the last."""
+    T, S = (300, 300) if kind is None else (70, 90)
+    q, k, v = (x.to(DEVICE, torch.float32).requires_grad_() for x in heads(1, 1, T, S, 96))
+    given = {"causal": True} if kind is None else masks(kind)
+    rules = {name: x.to(DEVICE) if isinstance(x, Tensor) else x for name, x in given.items()}
     monkeypatch.setattr("fastformer_kernels.attention.problem.precision", lambda x: "tf32")
     with fastformer.backend("triton"):
         actual = torch.autograd.grad(attention(q, k, v, **rules).square().sum(), (q, k, v))

@@ -69,7 +69,7 @@ def _attention_keys_values(
     heads = H // GROUP
     tile, head = place(tiles, together)  # with causality the first tiles of keys are the longest
     b, hk = head // heads, head % heads
-    q_base, last_query, k_base, first_key, last_key, shift, gaps = load_bounds(bounds_ptr, b, T, S, shift, HAS_BOUNDS)
+    q_base, last_query, k_base, first_key, last_key, shift, _ = load_bounds(bounds_ptr, b, T, S, shift, HAS_BOUNDS)
     masked_rows = T if MASK < 3 else last_query
     first = tile * BLOCK_S
     end_column = last_key if PACKED else S
@@ -89,17 +89,16 @@ def _attention_keys_values(
     dv = tl.zeros((BLOCK_S, BLOCK_V), tl.float32)
 
     # Seen from the keys, the window lies the other way round.
-    # What a padded key gathers is dropped in the end; only what leaves the row of a key must not have it.
+    # What a padded key gathers is dropped in the end. It has no row of a mask.
     spread: tl.constexpr = not STRAIGHT and (K > 128 or V > 128 or (PRECISION == "tf32" and (K > 64 or V > 64)))
-    padding = first * 0
     low, high = seen_range(columns, 0, last_query, -shift, right, left, HAS_RIGHT, HAS_LEFT)
     if MASK != 0:
         real_key = real_columns(columns, first_key, last_key, key_mask_ptr, HAS_KEY_MASK)
         low = tl.where(real_key, low, 2147483647)
-        padding = ((first < first_key) | (first + BLOCK_S > last_key) | (gaps != 0)).to(tl.int32)
     begin, full_begin, full_end, end = key_tiles(
-        first, first + BLOCK_S - 1, 0, last_query, -shift, right, left, padding, HAS_RIGHT, HAS_LEFT, MASK != 0, BLOCK_T
-    )
+        first, first + BLOCK_S - 1, 0, last_query, -shift, right, left, first * 0,
+        HAS_RIGHT, HAS_LEFT, MASK != 0, BLOCK_T,
+    )  # fmt: skip
     end = tl.where((first >= last_key) | (first + BLOCK_S <= first_key), begin, end)  # a tile of padding sees nothing
     for group in tl.range(0, GROUP):
         h = hk * GROUP + group

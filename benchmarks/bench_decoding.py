@@ -87,7 +87,7 @@ def bench_decoding(race: Race, size: str, competitor: str, beam: int, batch: int
             return greedy_search(running, source, lengths, options)
         return [hypotheses[0] for hypotheses in beam_search(running, source, lengths, options)]
 
-    graphs = competitor == "no-graphs"  # without graphs, which a GPU replays by default
+    is_own = competitor == "no-graphs"  # the same search without graphs, which a GPU replays by default
     run_search = partial(search, options)
     results = run_search()
     assert all(len(hypothesis.ids) == tokens for hypothesis in results)
@@ -108,7 +108,7 @@ def bench_decoding(race: Race, size: str, competitor: str, beam: int, batch: int
                 expected, log_probability = loop.greedy(sentences[0], tokens)
                 race.gate("translation", torch.tensor(results[0].ids), torch.tensor(expected), 0.0)
                 race.gate("first log probability", known[0], torch.tensor(log_probability), 1e-4)
-        elif graphs:
+        elif is_own:
             eager = replace(options, cuda_graphs=False)
             run = partial(search, eager)
             gate_probabilities(race, known, probability_of([hypothesis.ids for hypothesis in search(eager)]))
@@ -121,7 +121,7 @@ def bench_decoding(race: Race, size: str, competitor: str, beam: int, batch: int
         goals = GOALS.get((competitor, beam), {}).get(race.device.type) if size != "quick" else None
         names = {"tutorial": "T1, whole prefix each step", "no-graphs": "fastformer without them"}
         names |= NAMES[TranslationModel]
-        of = f"d{config.d_model} {config.encoder_layers}+{config.decoder_layers}{', CUDA graphs' * graphs}"
+        of = f"d{config.d_model} {config.encoder_layers}+{config.decoder_layers}{', CUDA graphs' * is_own}"
         race(
             f"{'greedy search' if beam == 1 else f'beam {beam}'}, batch {B}, {of}",
             Contender("fastformer", run_search, B * tokens),

@@ -22,8 +22,6 @@ from benchmarks.harness.race import Race
 
 WIDTH, HEADS, ROUNDS, SENTENCES = 512, 8, 9, 16
 TOLERANCE = 1e-5  # fp32, a few hundred terms a sum
-# Of a whole Transformer: rounding decides on which side of ReLU's kink an activation falls (`bench_packing`).
-GRADIENT_TOLERANCE = 5e-3
 
 
 class Input(NamedTuple):
@@ -111,7 +109,7 @@ def _race(race: Race, label: str, case: str, x: Input, mode: str, goal: float) -
         real,
         trains=mode == "train",
         tolerance=TOLERANCE,
-        gradient_tolerance=GRADIENT_TOLERANCE if name == "Transformer" else TOLERANCE,
+        gradient_tolerance=TOLERANCE,
         per_token=False,
         rounds=ROUNDS,
         goal=goal,

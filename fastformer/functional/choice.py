@@ -20,7 +20,7 @@ from fastformer.functional.attention.rules import AttentionRules
 from fastformer.functional.preferences import SIXTEEN_BITS, Use, why_sdpa
 from fastformer.host.devices import product_dtype
 from fastformer.modes import batched, compiling, forward_ad, function_modes, functorch_level
-from fastformer_kernels.host.architecture import architecture_of
+from fastformer_kernels.host.architecture import EXACT_ON_TENSOR_CORES, architecture_of
 
 OPS = (
     "attention",
@@ -139,11 +139,11 @@ def why_sdpa_takes(q: Tensor, k: Tensor, v: Tensor, rules: AttentionRules, keys:
 def on_plain_cores(q: Tensor, head_size: int) -> bool:
     """Return whether attention's kernels multiply without tensor cores in forward or backward; False while compiling.
 
-    So they do in exact fp32, but for heads of up to 64 on sm_90, whose products are three of tf32.
+    So they do in exact fp32, but for small heads on some GPUs, whose products are three of tf32.
     """
     if compiling() or product_dtype(q) != torch.float32 or torch.backends.cuda.matmul.fp32_precision == "tf32":
         return False
-    return head_size > 64 or architecture_of(_target(q.get_device())) != "sm_90"
+    return head_size > EXACT_ON_TENSOR_CORES.get(architecture_of(_target(q.get_device())) or "", 0)
 
 
 def runs_fused(

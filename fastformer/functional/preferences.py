@@ -46,12 +46,12 @@ PREFERENCES: tuple[Preference, ...] = (
     *(
         Preference(("sm_90",), dtypes, uses, head, longest, speed, "measured", "2026-11-26", _H200)
         for dtypes, uses, head, longest, speed in (
-            (SIXTEEN_BITS, _INFERENCE, 128, 64, 1.26),
-            (SIXTEEN_BITS, _INFERENCE, 64, None, 0.79),
-            (SIXTEEN_BITS, _INFERENCE, 128, None, 0.66),
+            (SIXTEEN_BITS, _INFERENCE, 128, 64, 1.19),
+            (SIXTEEN_BITS, _INFERENCE, 64, None, 0.69),
+            (SIXTEEN_BITS, _INFERENCE, 128, None, 0.51),
             (SIXTEEN_BITS, _INFERENCE, 256, None, 0.42),
             (SIXTEEN_BITS, _TRAINING, 64, 128, 1.19),
-            (SIXTEEN_BITS, _TRAINING, 64, None, 0.78),
+            (SIXTEEN_BITS, _TRAINING, 64, None, 0.73),
             (SIXTEEN_BITS, _TRAINING, 128, None, 0.59),
             (SIXTEEN_BITS, _TRAINING, 256, None, 0.44),
             (_FP32, _TRAINING, 64, 64, 0.78),

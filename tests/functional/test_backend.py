@@ -231,7 +231,7 @@ def test_packed_sequences_of_one_length_are_a_plain_call(lengths, target, dtype,
 
 def test_explain_says_what_sdpa_takes_and_why(monkeypatch):
     for target, reason in (
-        ("sm_90", "0.78 of SDPA's speed in training on sm_90, measured 2026-11-26"),
+        ("sm_90", "0.73 of SDPA's speed in training on sm_90, measured 2026-11-26"),
         ("sm_120", "not known"),
     ):
         monkeypatch.setattr(choice, "_target", lambda device, target=target: target)

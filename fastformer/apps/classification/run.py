@@ -74,7 +74,7 @@ class ClassificationTrainConfig(TrainConfig):
 
     def graphs_obstacle(self, processes: int = 1) -> str | None:
         """Return why CUDA graphs cannot repeat the steps of classifiers."""
-        return "cuda_graphs must be False for classifiers, whose batches have one label a text, not True"
+        return "cuda_graphs=True is not for classifiers, whose batches have one label a text"
 
 
 APPLICATION = Application(

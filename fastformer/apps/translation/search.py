@@ -27,9 +27,9 @@ from fastformer.packing import lengths_of
 # Sentences leave the batch once an eighth of it has finished, because each removal copies the cache.
 _RUNNING = 7 / 8
 # With CUDA graphs a removal also costs an eager step and a capture, which takes at least as long. Sentences leave once
-# their rows have cost as much, in rows times steps: on one H200 two eager steps took 10 ms, and each row 14 us a step
+# their rows have cost as much, in rows times steps: on one H200 two eager steps took 10 ms, and each row 15 us a step
 # (`pytest benchmarks -k "decoding and graphs"`, 1 to 128 rows, 6+6 layers).
-_IDLE_ROWS = 700
+_IDLE_ROWS = 650
 # CUDA graphs need a cache for the longest translation from the start, and rows that move are copied: by default it may
 # take this share of the device's memory.
 _CACHE_SHARE = 1 / 10

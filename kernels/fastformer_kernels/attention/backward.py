@@ -292,11 +292,11 @@ def backward(
     constants = {**problem.switches(q, k, v), "ALIGN": align, "HAS_DWEIGHTS": dweights is not None}
     constants["STRAIGHT"] = is_exact(wide)
     if is_exact(wide):
-        constants["PRECISION"] = exact_precision(wide, widest=64)
+        constants["PRECISION"] = exact_precision(wide)
     features = ["heavy"] * (dweights is not None)
     row = (q.shape[-1] + v.shape[-1]) * q.element_size()  # bytes of one of q and dout, and one of k and v
     with guard(q):
-        # In fp32 on plain cores, the kernel of dQ has no registers left for delta.
+        # In exact fp32, the kernel of dQ has no registers left for delta.
         own_delta = wants_q and not is_exact(wide)
         if not own_delta:
             launch_delta(delta, out_view, dout_view, added, align, problem, q)

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from fastformer_kernels.attention import tiles
 from fastformer_kernels.attention.arguments import Arguments
+from fastformer_kernels.host.architecture import EXACT_ON_TENSOR_CORES
 from fastformer_kernels.host.launch import (
     as_bytes,
     device_of,
@@ -236,7 +237,7 @@ def head_size(letter: str, x: Tensor, wide: Tensor) -> dict[str, int]:
 
 
 def is_exact(wide: Tensor) -> bool:
-    """Return whether products are exact fp32, computed on plain cores: matrix units take 16 bits and tf32.
+    """Return whether products have the accuracy of fp32: on plain cores, or as three of tf32 (`exact_precision`).
 
     torch's setting allows tf32 and does not ask for it. Beyond a head size of 128 it is not used: mask gradient and
     backward spill 40 to 2,016 bytes in every tile that was compiled, of 16 rows and more.
@@ -244,13 +245,14 @@ def is_exact(wide: Tensor) -> bool:
     return wide.dtype == torch.float32 and (precision(wide) == "ieee" or wide.shape[-1] > 128)
 
 
-def exact_precision(wide: Tensor, widest: int) -> str:
-    """Return how forward and backward multiply exact fp32: "tf32x3" on sm_90 up to the head size `widest`, else "ieee".
+def exact_precision(wide: Tensor, times: int = 1) -> str:
+    """Return how exact fp32 is multiplied: "tf32x3" up to `times` the head size that backward takes, else "ieee".
 
     Three products of tf32 on tensor cores have the error of one on plain cores, 4e-7 to 9e-7 of the norm, and take a
     third to a fifth of its time (H200, head sizes 64 and 128). Registers limit the head size.
     """
-    return "tf32x3" if device_of(wide).architecture == "sm_90" and wide.shape[-1] <= widest else "ieee"
+    widest = times * EXACT_ON_TENSOR_CORES.get(device_of(wide).architecture, 0)
+    return "tf32x3" if wide.shape[-1] <= widest else "ieee"
 
 
 def head_width(wide: Tensor) -> int:

@@ -6,6 +6,8 @@ Does not import Triton, so that an implementation can be chosen where Triton is 
 from functools import cache
 
 _MFMA = ("gfx90a", "gfx942", "gfx950")
+# The largest head size whose exact fp32 attention is multiplied on tensor cores, forward and backward, by architecture.
+EXACT_ON_TENSOR_CORES = {"sm_90": 64}
 
 
 @cache

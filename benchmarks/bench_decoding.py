@@ -62,6 +62,7 @@ MARIAN = {"norm_first": False, "final_norm": False, "positions": "sinusoidal_hal
         ("usual", "no-graphs", 1, 1),
         ("full", "no-graphs", 1, 32),
         ("full", "no-graphs", 1, 128),
+        ("full", "no-graphs", 1, 512),
         ("full", "no-graphs", 4, 1),
     ],
 )

@@ -4,7 +4,7 @@ A training step is forward and backward with dropout 0.1; "inference" is under n
 real positions a second. Shares of padding: 55 % and 6.5 %, those of random and bucketed batches of Multi30k en-de; the
 encoder alone gets 32 sequences of up to 64 (d512, 6 layers). In inference torch's post-norm encoder skips padding too:
 counted in matrix products, at most 1.0x is possible for the encoder and 1.7x for nn.Transformer at 55 %. "quick" is an
-encoder of 2 layers, d256.
+encoder of 2 layers, d256. "compiled": ours after `compile` into CUDA graphs, on a GPU.
 """
 
 import copy
@@ -39,14 +39,18 @@ def _race(
     paddings: list[Tensor],
     mode: str,
     dtype: torch.dtype,
+    compiles: bool = False,
     **fields: Any,
 ) -> None:
-    """Convert a copy of a model of torch.nn; the last padding is that of the output."""
+    """Convert a copy of a model of torch.nn, and compile the copy if so wanted; the last padding is of the output."""
     if dtype == torch.bfloat16 and race.device.type == "cpu" and not race.tiny:
         pytest.skip("bf16 at this size takes minutes on a CPU without instructions for it")
     converted = copy.deepcopy(original)
     report = fastformer.convert(converted)
     assert not report.padded, str(report)
+    if compiles:
+        options: dict[str, str] = {"backend": "aot_eager"} if race.tiny else {"mode": "reduce-overhead"}
+        converted.compile(buckets=True, **options)
 
     def forward(model: nn.Module) -> Tensor:
         with torch.autocast(race.device.type, dtype, enabled=dtype != torch.float32):
@@ -70,16 +74,20 @@ def _race(
 @pytest.mark.parametrize("mode", ["training step", "inference"])
 @pytest.mark.parametrize(("share", "goal"), [(0.55, 1.8), (0.065, 1.0)])
 @pytest.mark.parametrize(
-    ("size", "norm_first", "dtype"),
+    ("size", "norm_first", "dtype", "compiles"),
     [
-        pytest.param("quick", True, "fp32", marks=pytest.mark.cpu),
-        ("usual", True, "fp32"),
-        ("full", False, "fp32"),
-        ("full", True, "bf16"),
+        pytest.param("quick", True, "fp32", False, marks=pytest.mark.cpu),
+        ("usual", True, "fp32", False),
+        ("full", False, "fp32", False),
+        ("full", True, "bf16", False),
+        pytest.param("full", True, "fp32", True, marks=pytest.mark.gpu),
+        pytest.param("full", True, "bf16", True, marks=pytest.mark.gpu),
     ],
-    ids=["quick-pre", "usual-pre", "full-post", "full-pre-bf16"],
+    ids=["quick-pre", "usual-pre", "full-post", "full-pre-bf16", "full-pre-compiled", "full-pre-bf16-compiled"],
 )
-def bench_encoder(race: Race, size: str, norm_first: bool, dtype: str, share: float, goal: float, mode: str) -> None:
+def bench_encoder(
+    race: Race, size: str, norm_first: bool, dtype: str, compiles: bool, share: float, goal: float, mode: str
+) -> None:
     width, layers = (TINY_WIDTH, 1) if race.tiny else (256, 2) if size == "quick" else (WIDTH, LAYERS)
     longest = TINY_LONGEST if race.tiny else LONGEST
     layer = nn.TransformerEncoderLayer(width, width // HEAD, 4 * width, 0.1, batch_first=True, norm_first=norm_first)
@@ -88,12 +96,13 @@ def bench_encoder(race: Race, size: str, norm_first: bool, dtype: str, share: fl
     x = torch.randn(SEQUENCES, longest, width, device=race.device)
     _race(
         race,
-        f"TransformerEncoder d{width} x{layers}, {'pre' if norm_first else 'post'}-norm",
+        f"TransformerEncoder d{width} x{layers}, {'pre' if norm_first else 'post'}-norm{', compiled' * compiles}",
         model,
         lambda net: net(x, src_key_padding_mask=padding),
         [padding],
         mode,
         DTYPES[dtype],
+        compiles,
         rounds=5 if mode == "inference" else 3,
         goal=None if size == "quick" else goal,
     )

@@ -109,15 +109,17 @@ def similar_tiles(chosen: Config) -> list[Config]:
     return [{**chosen, **each} for each in stepped if all(chosen[name] != value for name, value in each.items())]
 
 
-def _attention_cases(B: int, H: int, L: int, K: int, dtype: torch.dtype = torch.bfloat16) -> Iterator[Case]:
+def _attention_cases(
+    B: int, H: int, L: int, K: int, dtype: torch.dtype = torch.bfloat16, V: int | None = None
+) -> Iterator[Case]:
     arguments = Arguments(queries=L, keys=L, scale=K**-0.5, right=0)  # causal, no padding, no mask, no dropout
 
     def run_forward(device: torch.device) -> Kernel:
-        q, k, v = torch.randn(3, B, H, L, K, device=device).to(dtype)
+        q, k, v = (torch.randn(B, H, L, size, device=device).to(dtype) for size in (K, K, V or K))
         return lambda: forward.forward(q, k, v, *arguments)
 
     def run_backward(needs_q: bool, needs_keys: bool, device: torch.device) -> Kernel:
-        q, k, v, dout = torch.randn(4, B, H, L, K, device=device).to(dtype)
+        q, k, v, dout = (torch.randn(B, H, L, size, device=device).to(dtype) for size in (K, K, V or K, V or K))
         out, lse = forward.forward(q, k, v, *arguments)
         inputs = (dout, q, k, v, out, lse, None, None, needs_q, needs_keys)
 
@@ -126,7 +128,7 @@ def _attention_cases(B: int, H: int, L: int, K: int, dtype: torch.dtype = torch.
 
         return call
 
-    shape = f"{B} x {H} x {L:,} x {K}, causal" + (", fp32" if dtype == torch.float32 else "")
+    shape = f"{B} x {H} x {L:,} x {K}{f' and {V}' if V else ''}, causal" + (", fp32" if dtype == torch.float32 else "")
     yield Case("attention forward", shape, run_forward)
     yield Case("attention backward, keys", shape, partial(run_backward, False, True))
     yield Case("attention backward, queries", shape, partial(run_backward, True, False))
@@ -151,11 +153,12 @@ def find_cases(tiny: bool) -> list[Case]:
     """Return all cases, what is worth most first; `tiny` for the interpreter."""
     if tiny:  # the interpreter multiplies matrices of bf16 as if they were integers
         return [*_attention_cases(1, 2, 20, 16, torch.float16), *_decode_cases(1, 2, 40, 16, torch.float16)]
-    cases = [*_attention_cases(8, 12, 2048, 64), *_attention_cases(8, 12, 2048, 128)]
+    cases = [*_attention_cases(8, 12, 2048, 32), *_attention_cases(4, 8, 1024, 256)]
+    cases += [*_attention_cases(4, 16, 2048, 192, V=128), *_attention_cases(64, 12, 512, 64)]
+    cases += [*_attention_cases(8, 12, 2048, 64), *_attention_cases(8, 12, 2048, 128)]
     for sizes in ((1, 8, 512, 64), (1, 8, 8192, 64), (64, 8, 512, 64), (512, 8, 128, 64)):
         cases += _decode_cases(*sizes)
-    cases += [*_attention_cases(128, 8, 64, 64), *_attention_cases(2, 8, 1024, 256)]
-    return [*cases, *_attention_cases(8, 8, 512, 64, torch.float32)]
+    return [*cases, *_attention_cases(128, 8, 64, 64), *_attention_cases(8, 8, 512, 64, torch.float32)]
 
 
 def compile_together(case: Case, call: Kernel, configs: Sequence[Config]) -> None:

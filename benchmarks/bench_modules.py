@@ -70,7 +70,8 @@ CASES: dict[str, tuple[str, dict[str, Any], Callable[[Input, Any], Tensor]]] = {
     ),
     "Transformer 2+2": (
         "Transformer",
-        {**_LAYER, "num_encoder_layers": 2, "num_decoder_layers": 2},
+        # GELU: at ReLU's kink one rounding changes a gradient by 1e-5 to 1e-3 (without it 5e-7; three seeds, in fp64).
+        {**_LAYER, "num_encoder_layers": 2, "num_decoder_layers": 2, "activation": "gelu"},
         lambda x, module: module(x.source, x.target, src_key_padding_mask=x.source_padding, **x.target_masks),
     ),
 }

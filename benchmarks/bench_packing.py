@@ -80,10 +80,9 @@ def _race(
         ("usual", True, "fp32", False),
         ("full", False, "fp32", False),
         ("full", True, "bf16", False),
-        pytest.param("full", True, "fp32", True, marks=pytest.mark.gpu),
         pytest.param("full", True, "bf16", True, marks=pytest.mark.gpu),
     ],
-    ids=["quick-pre", "usual-pre", "full-post", "full-pre-bf16", "full-pre-compiled", "full-pre-bf16-compiled"],
+    ids=["quick-pre", "usual-pre", "full-post", "full-pre-bf16", "full-pre-bf16-compiled"],
 )
 def bench_encoder(
     race: Race, size: str, norm_first: bool, dtype: str, compiles: bool, share: float, goal: float, mode: str

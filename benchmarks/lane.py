@@ -89,6 +89,7 @@ def command_of(name: str, out: Path) -> list[str]:
     pytest = [*module, "pytest", "--show-capture=no", "--color=no", "-p", "no:cacheprovider", "--tb=short", *files]
     if name == "tests":
         workers = str(min(os.cpu_count() or 1, MOST_WORKERS))
+        pytest.append("--benchmark-disable")  # pytest-benchmark warns where tests run in parallel
         return [*pytest, *(["-n", workers, "--dist", "loadgroup"] if importlib.util.find_spec("xdist") else [])]
     record = ["--record", str(out / "benchmarks.jsonl")]
     return [*pytest, "--benchmark-only", "--benchmark-columns=median", *record, "-k", run.choice]

@@ -224,7 +224,7 @@ def forward(q: Tensor, k: Tensor, v: Tensor, *arguments: Any) -> tuple[Tensor, T
     scalars = problem.scalars()
     constants = {**problem.switches(q, k, v), "HAS_SINKS": problem.sinks is not None, "ALIGN": align}
     if is_exact(wide):
-        constants["PRECISION"] = exact_precision(wide, times=2)
+        constants["PRECISION"] = exact_precision(wide)
     # With a positive scale the highest raw score is the highest scaled score, so the exponent can include the scaling.
     constants["AHEAD"] = _ahead(wide)
     constants["RAW"] = problem.scale > 0.0 and problem.softcap == 0.0 and not problem.added

@@ -245,14 +245,13 @@ def is_exact(wide: Tensor) -> bool:
     return wide.dtype == torch.float32 and (precision(wide) == "ieee" or wide.shape[-1] > 128)
 
 
-def exact_precision(wide: Tensor, times: int = 1) -> str:
-    """Return how exact fp32 is multiplied: "tf32x3" up to `times` the head size that backward takes, else "ieee".
+def exact_precision(wide: Tensor) -> str:
+    """Return how exact fp32 is multiplied: "tf32x3" up to the head size that registers allow, else "ieee".
 
     Three products of tf32 on tensor cores have the error of one on plain cores, 4e-7 to 9e-7 of the norm, and take a
-    third to a fifth of its time (H200, head sizes 64 and 128). Registers limit the head size.
+    third to a fifth of its time (H200, head sizes 64 and 128).
     """
-    widest = times * EXACT_ON_TENSOR_CORES.get(device_of(wide).architecture, 0)
-    return "tf32x3" if wide.shape[-1] <= widest else "ieee"
+    return "tf32x3" if wide.shape[-1] <= EXACT_ON_TENSOR_CORES.get(device_of(wide).architecture, 0) else "ieee"
 
 
 def head_width(wide: Tensor) -> int:

@@ -11,8 +11,8 @@ which has most nearly their 64 KiB of shared memory), the products (16: of 16 bi
 The head width is a power of two; for tf32 it is twice that of the head (`problem.head_width`). tf32 beyond 128 is
 multiplied exactly, so that its rows end at a width of 256.
 
-**The rows of sm_90** for head widths of 64 and 128, in 16 bits and exact fp32, are the fastest of up to 47 tiles that
-were timed on an H200 (benchmarks/NOTES.md). Four warps and two or more blocks on a multiprocessor won over eight warps
+**The rows of sm_90** in 16 bits and exact fp32, without heavy features, are the fastest of up to 47 tiles that were
+timed on an H200 (benchmarks/NOTES.md). Four warps and two or more blocks on a multiprocessor won over eight warps
 and larger tiles: while one block computes exponentials, another multiplies.
 
 **The other rows** are the largest tiles that spill nothing and compute no product twice, of these the fewest
@@ -90,7 +90,7 @@ TILES: dict[str, tuple[Row, ...]] = {
         Row("sm_86", "tf32", 32, _ANY, "", (64, 64, 4, 2)),
         Row("", "", 32, 511, "", (64, 64, 4, 3)),
         Row("", "", 32, _ANY, "dropout", (64, 64, 4, 3)),
-        Row("sm_90", "16", 32, _ANY, "", (128, 128, 8, 2)),
+        Row("sm_90", "16", 32, _ANY, "", (128, 128, 4, 2)),
         Row("", "", 32, _ANY, "", (64, 64, 4, 3)),
         Row("sm_80 sm_86", "", 64, _ANY, "heavy", (64, 32, 4, 2)),
         Row("sm_80 sm_86", "", 64, 128, "", (64, 32, 4, 2)),
@@ -113,7 +113,9 @@ TILES: dict[str, tuple[Row, ...]] = {
         Row("sm_90", "16", 128, _ANY, "", (64, 64, 4, 3)),
         Row("", "", 128, _ANY, "dropout", (128, 64, 8, 2)),
         Row("", "", 128, _ANY, "", (128, 64, 8, 2)),
-        Row("sm_90", "16", 256, _ANY, "", (128, 32, 8, 2)),
+        Row("sm_90", "16", 256, _ANY, "heavy", (128, 32, 8, 2)),
+        Row("sm_90", "16", 256, _ANY, "dropout", (128, 32, 8, 2)),
+        Row("sm_90", "16", 256, _ANY, "", (128, 64, 8, 2)),
         Row("sm_100", "tf32", 256, _ANY, "dropout", (64, 32, 8, 1)),  # two stages spill 16 bytes
         Row("sm_90 sm_100", "", 256, _ANY, "", (64, 32, 8, 2)),
         Row("sm_86", "16", 256, _ANY, "narrow values, heavy", (64, 64, 8, 1)),
@@ -129,6 +131,7 @@ TILES: dict[str, tuple[Row, ...]] = {
     # (`scores.score_gradient`).
     "keys": (
         Row("sm_90", "fp32", 64, _ANY, "", (32, 128, 8, 1)),
+        Row("sm_90", "fp32", 128, _ANY, "", (32, 32, 4, 1)),
         Row("", "fp32", 32, _ANY, "", (32, 32, 4, 1)),
         Row("sm_100", "fp32", 64, _ANY, "heavy, bias", (16, 32, 8, 1)),
         Row("", "fp32", 64, _ANY, "heavy, bias", (16, 32, 4, 1)),
@@ -143,6 +146,7 @@ TILES: dict[str, tuple[Row, ...]] = {
         Row("sm_90", "fp32", 256, _ANY, "", (16, 16, 8, 1)),
         Row("", "fp32", 256, _ANY, "", (16, 32, 8, 1)),
         Row("", "", 32, _ANY, "heavy", (32, 64, 4, 2)),
+        Row("sm_90", "16", 32, _ANY, "", (64, 64, 4, 1)),
         Row("", "", 32, _ANY, "", (64, 64, 4, 2)),
         Row("sm_80 sm_86", "", 64, _ANY, "heavy", (16, 128, 8, 2)),
         Row("sm_80 sm_86", "", 64, _ANY, "", (32, 128, 8, 2)),
@@ -171,12 +175,13 @@ TILES: dict[str, tuple[Row, ...]] = {
         Row("sm_80", "16", 256, _ANY, "", (64, 32, 8, 2)),
         Row("", "16", 256, _ANY, "heavy", (64, 16, 8, 2)),
         Row("sm_90", "16", 256, _ANY, "dropout", (16, 64, 8, 1)),
-        Row("sm_90", "16", 256, _ANY, "", (32, 64, 8, 1)),
+        Row("sm_90", "16", 256, _ANY, "", (64, 64, 8, 1)),
         Row("", "16", 256, _ANY, "", (32, 64, 8, 2)),
     ),
     # dQ.
     "queries": (
         Row("sm_90", "fp32", 64, _ANY, "", (64, 64, 4, 1)),
+        Row("sm_90", "fp32", 128, _ANY, "", (32, 32, 4, 1)),
         Row("sm_80 sm_86", "fp32", 64, _ANY, "heavy", (16, 16, 4, 1)),
         Row("", "fp32", 64, _ANY, "", (32, 32, 4, 1)),
         Row("", "fp32", 128, _ANY, "heavy", (16, 16, 4, 1)),
@@ -210,7 +215,8 @@ TILES: dict[str, tuple[Row, ...]] = {
         Row("sm_100", "", 256, _ANY, "", (64, 32, 8, 2)),
         Row("sm_90", "tf32", 256, _ANY, "", (128, 16, 8, 2)),
         Row("sm_90", "", 256, _ANY, "heavy", (128, 16, 8, 2)),
-        Row("sm_90", "", 256, _ANY, "", (128, 32, 8, 2)),
+        Row("sm_90", "16", 256, _ANY, "dropout", (128, 32, 8, 2)),
+        Row("sm_90", "", 256, _ANY, "", (128, 32, 8, 3)),
         Row("sm_86", "", 256, _ANY, "", (32, 32, 4, 2)),
         Row("", "", 256, _ANY, "heavy", (32, 32, 4, 2)),
         Row("", "tf32", 256, _ANY, "", (128, 16, 8, 2)),
@@ -242,6 +248,7 @@ TILES: dict[str, tuple[Row, ...]] = {
         Row("", "fp32", 32, _ANY, "", (32, 4, 2)),
         Row("", "fp32", 64, _ANY, "", (32, 8, 2)),
         Row("", "fp32", 256, _ANY, "", (32, 8, 1)),
+        Row("sm_90", "16", 64, _ANY, "", (64, 4, 3)),
         Row("", "", 128, _ANY, "", (64, 4, 2)),
         Row("sm_100", "tf32", 256, _ANY, "bias", (16, 2, 2)),  # 32 keys and 4 warps spill 8 bytes
         Row("sm_100", "", 256, _ANY, "bias", (16, 2, 1)),

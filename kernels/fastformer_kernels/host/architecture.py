@@ -7,7 +7,7 @@ from functools import cache
 
 _MFMA = ("gfx90a", "gfx942", "gfx950")
 # The largest head size whose exact fp32 attention is multiplied on tensor cores, forward and backward, by architecture.
-EXACT_ON_TENSOR_CORES = {"sm_90": 64}
+EXACT_ON_TENSOR_CORES = {"sm_90": 128}
 
 
 @cache

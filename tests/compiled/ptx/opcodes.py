@@ -72,6 +72,11 @@ class Arithmetic(Emitter):
             raise PtxError("unsigned division")
         self.compute(i, d, a, b, form="{} / {}" if "f" in i.op[-1] else "divide({}, {})")
 
+    def op_rem(self, i: Ins, d: Reg, a: Any, b: Any) -> None:
+        if i.op[-1][0] != "s":
+            raise PtxError("a remainder that is not signed")
+        self.compute(i, d, a, b, form="{0} - divide({0}, {1}) * {1}")
+
     def shift(self, i: Ins, d: Reg, a: Any, n: Any, *, name: str, sign: str) -> None:
         width = WIDTHS[i.op[-1]]
         if isinstance(n, Imm) and 0 <= n.bits < width:

@@ -67,7 +67,7 @@ RUNS = {
     ),
     "ops": Run(325, _OPS, f"not ({COMPILED})"),
     "models": Run(240, _MODELS, f"not ({COMPILED})"),
-    "compiled": Run(300, _OPS, COMPILED),
+    "compiled": Run(300, _OPS[::-1], COMPILED),  # models, which compile for a minute, come last
     "tuning": Run(15 + 60 * TUNING_MINUTES),
 }
 

@@ -5,7 +5,6 @@ import os
 import shutil
 import sys
 from collections.abc import Callable
-from functools import cache
 from importlib import metadata
 
 import torch
@@ -46,13 +45,17 @@ _COMMON_HEAD_SIZE = 64
 _WITHOUT_KERNELS_ON_CPU = ("auto", "reference")
 
 
-@cache
+_targets: dict[int, str] = {}  # by device; torch.compile warns of functools.cache
+
+
 def _target(device: int) -> str:
     """Return the target that kernels are compiled for on a GPU, such as "sm_90" or "gfx942"."""
-    properties = torch.cuda.get_device_properties(device)
-    if torch.version.hip is not None:
-        return properties.gcnArchName.partition(":")[0]
-    return f"sm_{properties.major}{properties.minor}"
+    if device not in _targets:
+        properties = torch.cuda.get_device_properties(device)
+        is_amd = torch.version.hip is not None
+        name = properties.gcnArchName.partition(":")[0] if is_amd else f"sm_{properties.major}{properties.minor}"
+        _targets[device] = name
+    return _targets[device]
 
 
 def _fault_of_interpreter() -> str | None:

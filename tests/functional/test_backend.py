@@ -4,6 +4,7 @@ Calls on a GPU are decided on fake tensors by the name of the GPU.
 """
 
 from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -334,3 +335,14 @@ def test_compiled_code_follows_a_switch():
     fastformer.set_backend("triton")
     with pytest.raises(RuntimeError, match="'triton' was asked for"):
         compiled(DOUBLE)
+
+
+def test_torch_compile_reads_the_target_of_a_gpu_without_a_warning(monkeypatch):
+    monkeypatch.setattr(choice, "_targets", {})
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(major=9, minor=0))
+
+    @torch.compile(backend="eager", fullgraph=True)
+    def add_length(x):
+        return x + len(choice.architecture_of(choice._target(0)))
+
+    assert add_length(torch.zeros(())) == len("sm_90")

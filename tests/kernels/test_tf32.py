@@ -72,17 +72,16 @@ def test_no_product_is_tf32_where_it_cannot_be(K, dtype, launched, high):
 
 
 @pytest.mark.parametrize("target", ["sm_80", "sm_90"])
-@pytest.mark.parametrize(
-    ("K", "split"), [(64, ("_attention", "_attention_keys_values", "_attention_queries")), (128, ("_attention",))]
-)
-def test_exact_products_are_three_of_tf32_or_on_plain_cores(K, split, target, launched, monkeypatch):
+@pytest.mark.parametrize("K", [64, 128])
+def test_exact_products_are_three_of_tf32_or_on_plain_cores(K, target, launched, monkeypatch):
     from fastformer_kernels.host import launch
 
     device = launch.Device(target, 132, 163 << 10)
     monkeypatch.setattr(launch, "assumed", device)
     monkeypatch.setattr(launch, "_properties", lambda index: device)
     attend(K, torch.float32)
-    expected = dict.fromkeys(KERNELS, "ieee") | (dict.fromkeys(split, "tf32x3") if target == "sm_90" else {})
+    split = ("_attention", "_attention_keys_values", "_attention_queries") if target == "sm_90" else ()
+    expected = dict.fromkeys(KERNELS, "ieee") | dict.fromkeys(split, "tf32x3")
     assert {name: launched[name]["PRECISION"] for name in KERNELS} == expected
 
 

@@ -3,14 +3,11 @@
 Does not import Triton, so that an implementation can be chosen where Triton is not installed.
 """
 
-from functools import cache
-
 _MFMA = ("gfx90a", "gfx942", "gfx950")
 # The largest head size whose exact fp32 attention is multiplied on tensor cores, forward and backward, by architecture.
 EXACT_ON_TENSOR_CORES = {"sm_90": 128}
 
 
-@cache
 def architecture_of(target: str) -> str | None:
     """Return the class of a GPU by its target ("sm_90", "gfx942"), or None if the kernels do not run there.
 

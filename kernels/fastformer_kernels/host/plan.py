@@ -32,18 +32,16 @@ class _Plan(NamedTuple):
     allocations: list[tuple[tuple[int, ...], tuple[int, ...], torch.dtype]]  # size, stride, dtype
     launches: list[tuple[Launch, list[tuple[int, int]]]]  # without tensors; their (index, slot) are listed
     result: int | tuple[int, ...]  # slots
-    by_address: bool  # whether launches get addresses in place of tensors, for each of which Triton asks the driver
 
     def run(self, args: tuple[Any, ...], device: torch.device) -> Any:
         slots = list(args)
         for size, stride, dtype in self.allocations:
             slots.append(torch.empty_strided(size, stride, dtype=dtype, device=device))
-        given = [x.data_ptr() if type(x) in _TENSORS else x for x in slots] if self.by_address else slots
         launched = []
         for (compiled, grid, values), places in self.launches:
             values = values.copy()
             for place, slot in places:
-                values[place] = given[slot]
+                values[place] = slots[slot]
             launched.append(Launch(compiled, grid, values))
         repeat(launched)
         return slots[self.result] if isinstance(self.result, int) else tuple([slots[slot] for slot in self.result])
@@ -83,9 +81,7 @@ def _record_call(launcher: Callable[..., Any], args: tuple[Any, ...], plans: _Pl
     results = [slots.get(id(x), -1) for x in ([result] if isinstance(result, Tensor) else result)]
     if repeated and min(results) >= 0:
         allocations = [(tuple(x.shape), x.stride(), x.dtype) for x in record.allocated]
-        slots_of_result = results[0] if isinstance(result, Tensor) else tuple(results)
-        by_address = all(type(launch.compiled.run).__name__ == "CudaLauncher" for launch, _ in repeated)
-        plans[key] = _Plan(allocations, repeated, slots_of_result, by_address)
+        plans[key] = _Plan(allocations, repeated, results[0] if isinstance(result, Tensor) else tuple(results))
     return result
 
 

@@ -70,8 +70,9 @@ def bench_decoding(race: Race, size: str, competitor: str, beam: int, batch: int
     require(competitor, race.device)
     tokens = 5 if race.tiny else TOKENS
     packed = typical_batch("random").to(race.device)
-    lengths = packed.source_lengths[: min(batch, 3) if race.tiny else batch]
-    source = packed.source[: int(lengths.sum())]
+    times = max(batch // len(packed.source_lengths), 1)  # larger batches repeat its 128 sentences
+    lengths = packed.source_lengths.repeat(times)[: min(batch, 3) if race.tiny else batch]
+    source = packed.source.repeat(times)[: int(lengths.sum())]
     B = len(lengths)
     config = TINY if race.tiny else CONFIGS["usual" if size == "quick" else "full"]
     if competitor != "tutorial":

@@ -3,11 +3,12 @@
     pytest benchmarks --benchmark-only --record run.jsonl
     python -m benchmarks.report run.jsonl cpu     # benchmarks/results/cpu.json, then everything made from the results
     python -m benchmarks.report DIR h200          # the same for all runs of `benchmarks.lane` in a folder
+    python -m benchmarks.report --keep DIR h200   # cases that they did not measure keep the row that they have
     python -m benchmarks.report                   # README.md, benchmarks/RESULTS.md and docs/benchmarks-*.png again
 
-Several runs of one machine, driver, set of versions and commit make one result. If a case was measured twice, the row
-of the later file counts: in the order of the arguments, in a folder by name. Runs that differ are refused, and runs of
-uncommitted code.
+Several runs of one machine, driver and set of versions make one result. If a case was measured twice, the row of the
+later file counts: in the order of the arguments, in a folder by name. A row of another commit than that of the last run
+names it. Runs of other machines are refused, and runs of uncommitted code.
 """
 
 import hashlib
@@ -15,7 +16,9 @@ import json
 import re
 import statistics
 import sys
+from collections import Counter
 from collections.abc import Mapping, Sequence
+from contextlib import nullcontext, suppress
 from pathlib import Path
 from typing import Any, Literal
 
@@ -57,7 +60,7 @@ DECISIVE = (
 
 
 class Result(BaseModel):
-    """The rows of one machine and commit, without notes. `matmul` is the range of the rows' `matmul_rate`."""
+    """The rows of one machine, without notes. `matmul` is the range of the rows' `matmul_rate`."""
 
     model_config = ConfigDict(frozen=True)
 
@@ -84,6 +87,8 @@ class Result(BaseModel):
     def heading(self) -> str:
         """Return a sentence with the machine, versions, commit and measured rates."""
         text = heading(self.name, self.machine, self.timer, self.ceilings)
+        for commit, count in Counter(row.commit for row in self.rows if row.commit).items():
+            text += f"; {count} of {len(self.rows)} rows are of commit {commit[:8]}"
         if self.matmul:
             slow, fast = (rate / 1e9 for rate in self.matmul)
             text += f"; an fp32 matrix product, timed between the cases, ran at {slow:,.0f} to {fast:,.0f} GFLOP/s"
@@ -115,10 +120,10 @@ def read_run(path: Path) -> list[dict[str, Any]]:
         ValueError: the file is no run, or of another format.
     """
     lines = [line for line in path.read_text(encoding="utf-8").splitlines() if line.strip()]
-    if lines[1:] and not lines[-1].endswith("}"):
-        lines.pop()
     try:
-        entries = [json.loads(line) for line in lines]
+        entries = [json.loads(line) for line in lines[:-1]]
+        with suppress(ValueError) if entries else nullcontext():  # the last line may be cut
+            entries += [json.loads(line) for line in lines[-1:]]
         if not entries or entries[0].get("format") != FORMAT or "machine" not in entries[0]:
             raise ValueError(f"it does not begin with a machine and format {FORMAT}")
         return [{"row": Row(**entry["row"])} if "row" in entry else entry for entry in entries]
@@ -126,44 +131,60 @@ def read_run(path: Path) -> list[dict[str, Any]]:
         raise ValueError(f"{path} is no run of the benchmarks: {' '.join(str(error).split())}") from None
 
 
-def condense(paths: Sequence[Path], name: str) -> Result:
-    """Return what is committed of one or several runs.
+def condense(paths: Sequence[Path], name: str, kept: Result | None = None) -> Result:
+    """Return what is committed of one or several runs; `kept` has the rows of cases that they did not measure.
 
     Raises:
-        ValueError: an invalid name; or runs that differ in machine or code, are of uncommitted code, are dry runs, or
-            have no measurement.
+        ValueError: an invalid name; or runs that differ in machine, are of uncommitted code, are dry runs, or have no
+            measurement.
     """
     if not re.fullmatch(r"[a-z0-9]+(-[a-z0-9]+)*", name):
         raise ValueError(f"NAME is {name!r}; allowed are small letters and digits in words joined by -")
     runs = [read_run(path) for path in paths]
-    first = runs[0][0]["machine"]
-    for path, run in zip(paths, runs, strict=True):
-        for fact in sorted({*first, *run[0]["machine"]} - {"date"}):
-            if first.get(fact) != (other := run[0]["machine"].get(fact)):
+    first, machine = runs[0][0]["machine"], runs[-1][0]["machine"]
+    others = [(str(path), run[0]["machine"]) for path, run in zip(paths, runs, strict=True)]
+    for origin, other in others + ([] if kept is None else [(f"{name}.json", kept.machine)]):
+        for fact in sorted({*first, *other} - {"date", "commit"}):
+            if first.get(fact) != other.get(fact):
                 raise ValueError(
-                    f"{paths[0]} and {path} differ in {fact}: {first.get(fact)!r} and {other!r}; a result is of one "
-                    "machine and one commit"
+                    f"{paths[0]} and {origin} differ in {fact}: {first.get(fact)!r} and {other.get(fact)!r}; a result "
+                    "is of one machine"
                 )
     files = ", ".join(map(str, paths))
-    rows = {entry["row"].key: entry["row"] for run in runs for entry in run if "row" in entry}.values()
+    measured = [(run[0]["machine"]["commit"], entry["row"]) for run in runs for entry in run if "row" in entry]
+    earlier = [] if kept is None else [(row.commit or kept.machine["commit"], row) for row in kept.rows]
+    commits = {row.key: commit for commit, row in earlier + measured}
+    rows = {row.key: row for _, row in earlier + measured}.values()
     if any(row.status == "dry run" for row in rows):
         raise ValueError(f"{files}: this is a dry run, which measures nothing")
     if not any(row.ours is not None for row in rows):
         raise ValueError(f"{files}: there is no measurement")
-    if (commit := checked(first.get("commit", ""), files)).endswith(DIRTY):
-        raise ValueError(f"{files}: uncommitted code was measured ({commit}); commit, then measure again")
+    for _, other in others:
+        if (commit := checked(other.get("commit", ""), files)).endswith(DIRTY):
+            raise ValueError(f"{files}: uncommitted code was measured ({commit}); commit, then measure again")
     rates = [row.matmul_rate for row in rows if row.matmul_rate is not None]
+    rates += [] if kept is None or kept.matmul is None else kept.matmul
     matmul = _rounded({"lowest": min(rates), "highest": max(rates)}) if rates else {}
     ceilings = [entry["ceilings"] for run in runs for entry in run if "ceilings" in entry]
+    known = [] if kept is None else [kept.ceilings]
     return Result(
         name=name,
         format=1,
-        machine=runs[-1][0]["machine"],
+        machine=machine,
         timer=next(row.notes["timer"] for row in rows if "timer" in row.notes),
-        ceilings=_rounded({key: rate for each in ceilings for key, rate in each.items()}),
+        ceilings=_rounded({key: rate for each in known + ceilings for key, rate in each.items()}),
         matmul=(matmul["lowest"], matmul["highest"]) if rates else None,
         complete=len(ceilings) == len(runs),
-        rows=tuple(row.model_copy(update={"matmul_rate": None, "notes": {}}) for row in rows),
+        rows=tuple(
+            row.model_copy(
+                update={
+                    "matmul_rate": None,
+                    "notes": {},
+                    "commit": None if (commit := commits[row.key]) == machine["commit"] else commit,
+                }
+            )
+            for row in rows
+        ),
     )
 
 
@@ -261,8 +282,10 @@ def write(results: Sequence[Result]) -> list[Path]:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Add a result if runs are given, then write everything; return 2 for invalid runs."""
     arguments = sys.argv[1:] if arguments is None else arguments
-    if arguments and (len(arguments) == 1 or arguments[0].startswith("-")):
-        print("usage: python -m benchmarks.report [RUN.jsonl or FOLDER ... NAME]", file=sys.stderr)
+    keeps = arguments[:1] == ["--keep"]
+    arguments = arguments[keeps:]
+    if len(arguments) == 1 or any(each.startswith("-") for each in arguments) or (keeps and not arguments):
+        print("usage: python -m benchmarks.report [[--keep] RUN.jsonl or FOLDER ... NAME]", file=sys.stderr)
         return 2
     try:
         if arguments:
@@ -270,7 +293,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             paths = [file for path in runs for file in (sorted(path.rglob(RECORDS)) if path.is_dir() else [path])]
             if not paths:
                 raise ValueError(f"{arguments[0]}: no {RECORDS} there")
-            print(condense(paths, arguments[-1]).save(RESULTS))
+            kept = [result for result in load_results(RESULTS) if keeps and result.name == arguments[-1]]
+            print(condense(paths, arguments[-1], *kept).save(RESULTS))
         for path in write(load_results()):
             print(path)
     except (OSError, ValueError, ImportError) as error:

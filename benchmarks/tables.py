@@ -59,6 +59,7 @@ _OPTIONAL: tuple[Column, ...] = (
     ("GB/s", lambda row: f"{row.bytes_per_second / 1e9:,.0f}" if row.bytes_per_second else ""),
     ("peak memory", lambda row: _memory_cell(row.peak_bytes, row.peak_goal)),
     ("saved for backward", lambda row: _memory_cell(row.saved_bytes, row.saved_goal)),
+    ("commit", lambda row: row.commit[:8] if row.commit else ""),
 )
 
 

@@ -41,6 +41,7 @@ class Row(BaseModel):
     peak_goal: float | None = None  # of fastformer's bytes over the competitor's, at most
     saved_goal: float | None = None
     notes: Mapping[str, Any] = {}
+    commit: str | None = None  # of the measured code, where it is not that of the result
 
     @property
     def compared(self) -> float | None:

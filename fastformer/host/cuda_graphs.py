@@ -48,6 +48,16 @@ def memory_for_graphs(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" else 0
 
 
+def make_room(index: int) -> None:
+    """Return unused memory of torch's allocator to the driver if little is free there; a capture cannot do that.
+
+    The allocator keeps what deleted graphs and eager steps used, and gives it to no other graph.
+    """
+    free, total = torch.cuda.mem_get_info(index)
+    if free < total // 8:
+        torch.cuda.empty_cache()
+
+
 class _CaptureResources:
     """A stream, for which cuBLAS keeps up to 32 MiB, and the pool of the last graph; later recorders reuse them."""
 
@@ -104,6 +114,7 @@ class CudaRecorder:
         """
         # If the capture runs out of memory, the pool's memory is free once the caller deletes its graphs.
         last, self.resources.last = self.resources.last, None
+        make_room(self.index)
         pool, graph = torch.cuda.graph_pool_handle() if last is None else last.pool(), torch.cuda.CUDAGraph()
         with self._on_capture_stream():
             # With "global", a batch that another thread loads would end the capture.

@@ -168,6 +168,29 @@ def test_several_runs_of_a_machine_are_one_result_with_the_later_row_of_a_case(t
     assert not condense([first, cut], "h200").complete
 
 
+def test_rows_of_other_commits_name_them(tmp_path, monkeypatch):
+    monkeypatch.setattr(report, "RESULTS", tmp_path / "results")
+    monkeypatch.setattr(report, "write", lambda results: [])
+    commits = [MACHINE["commit"], "1" * 40, "2" * 40]
+    runs = [
+        record(tmp_path / str(number), rows, MACHINE | {"commit": commit})
+        for number, (rows, commit) in enumerate(zip(([MEASURED, WRONG], [SLOW], [MEASURED]), commits, strict=True))
+    ]
+    assert report.main([*map(str, runs[:2]), "h200"]) == 0
+    assert report.main(["--keep", str(runs[2]), "h200"]) == 0
+    (result,) = load_results(tmp_path / "results")
+    assert {(row.case, row.against): row.commit for row in result.rows} == {
+        (MEASURED.case, "sdpa"): None,
+        (WRONG.case, "flex"): commits[0],
+        (SLOW.case, "sdpa"): commits[1],
+    }
+    assert result.machine["commit"] == commits[2]
+    assert f"1 of 3 rows are of commit {commits[0][:8]}" in result.heading
+    assert f"| {commits[1][:8]} |" in report.all_tables([result])
+    other = record(tmp_path / "other", [SLOW], MACHINE | {"gpu": "Another"})
+    assert report.main(["--keep", str(other), "h200"]) == 2
+
+
 @pytest.mark.parametrize(
     ("rows", "change", "message"),
     [

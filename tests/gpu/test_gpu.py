@@ -172,6 +172,7 @@ def test_a_capture_that_fails_leaves_everything_usable(captures, monkeypatch):
     assert captures
 
 
+@pytest.mark.filterwarnings("ignore:TensorFloat32 tensor cores:UserWarning")  # a hint of TorchInductor
 def test_a_stack_compiled_in_buckets_runs_from_cuda_graphs():
     layer = fastformer.TransformerEncoderLayer(64, 2, 128, 0.0, batch_first=True, device=DEVICE)
     stack = fastformer.TransformerEncoder(layer, 2).eval()

@@ -29,6 +29,7 @@ from fastformer.apps.train.graphs import FixedBatch, GraphedUpdate, new_update, 
 from fastformer.apps.train.processes import Processes
 from fastformer.apps.train.update import Update
 from fastformer.apps.translation.model import translation_loss
+from fastformer.host import cuda_graphs
 from tests.support import language_task
 from tests.support.recorded_steps import read_nothing, taped
 from tests.support.translation_task import IDS, random_batch, random_model
@@ -299,3 +300,13 @@ def test_loss_and_gradients_of_documents(lengths):
 def test_batches_that_do_not_fit_are_named(batch, what):
     with pytest.raises(TypeError, match=f"cuda_graphs=True needs batches of packed ids .*; not {what}$"):
         shape_of(batch)
+
+
+@pytest.mark.parametrize(("free", "released"), [(1, True), (7, False)])
+def test_a_capture_finds_free_memory(free, released, monkeypatch):
+    """On an H200, captures failed once deleted graphs had used most of its memory."""
+    calls = []
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda index: (free, 10))
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: calls.append(1))
+    cuda_graphs.make_room(0)
+    assert bool(calls) == released

@@ -54,20 +54,19 @@ _MODELS = _benchmarks(
     *("decoding", "modules", "multihead_attention", "integrations", "language", "cached_decoding", "scaling"),
     "generation",
 )
-# Seconds on one H200 with kernels in Triton's cache, commit 554a6026, for the cases that ended there: 266 of 590 cases,
-# 174 of 68, 94 of 63. Estimated on top: 0.1 a case for the longer flush and the graphs of all ops since then, 60 for
-# generation, 60 for each of two compiled models that were cut.
+# Seconds on one H200 with kernels in Triton's cache, commits 70fda915 and 7a7a1035. Estimated on top of what ended
+# there: 1.1 a case for the 150 of `ops` that were cut, 60 for generation, 45 for each of four compiled models.
 RUNS = {
     "tests": Run(
-        152,
+        195,
         (
             *("tests/gpu/test_*.py", "tests/**/test_devices.py", "tests/**/test_fused_*.py"),
             *("tests/**/test_attention_options.py", "tests/**/test_tf32.py"),
         ),
     ),
-    "ops": Run(325, _OPS, f"not ({COMPILED})"),
-    "models": Run(240, _MODELS, f"not ({COMPILED})"),
-    "compiled": Run(300, _OPS[::-1], COMPILED),  # models, which compile for a minute, come last
+    "ops": Run(510, _OPS, f"not ({COMPILED})"),
+    "models": Run(385, _MODELS, f"not ({COMPILED})"),
+    "compiled": Run(320, _OPS[::-1], COMPILED),  # models, which compile for a minute, come last
     "tuning": Run(15 + 60 * TUNING_MINUTES),
 }
 

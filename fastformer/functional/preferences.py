@@ -47,16 +47,19 @@ PREFERENCES: tuple[Preference, ...] = (
         Preference(("sm_90",), dtypes, uses, head, longest, speed, "measured", "2026-11-26", _H200)
         for dtypes, uses, head, longest, speed in (
             (SIXTEEN_BITS, _INFERENCE, 128, 64, 1.19),
+            (SIXTEEN_BITS, _INFERENCE, 32, None, 0.99),
             (SIXTEEN_BITS, _INFERENCE, 64, None, 0.69),
             (SIXTEEN_BITS, _INFERENCE, 128, None, 0.51),
             (SIXTEEN_BITS, _INFERENCE, 256, None, 0.42),
+            (SIXTEEN_BITS, _TRAINING, 32, None, 1.02),
             (SIXTEEN_BITS, _TRAINING, 64, 128, 1.19),
             (SIXTEEN_BITS, _TRAINING, 64, None, 0.73),
             (SIXTEEN_BITS, _TRAINING, 128, None, 0.59),
             (SIXTEEN_BITS, _TRAINING, 256, None, 0.44),
             (_FP32, _TRAINING, 64, 64, 0.78),
             (_FP32, _BOTH, 64, None, 1.12),
-            (_FP32, _BOTH, 256, None, 0.34),
+            (_FP32, _INFERENCE, 128, None, 0.68),
+            (_FP32, _TRAINING, 128, None, 0.78),
         )
     ),
     Preference(

@@ -1,7 +1,7 @@
 """CUDA graphs: a whole step in one launch, for steps that wait for the host.
 
-On one H200 with a slow virtual CPU, training steps of 6+6 layers ran 1.3 to 9.8 times as fast from graphs as without,
-and searches of 25 tokens 2.3 to 4.6 times (`pytest benchmarks -k "training_step_graphs or (decoding and graphs)"`).
+On one H200 with a slow virtual CPU, training steps of 6+6 layers ran 1.7 to 11 times as fast from graphs as without,
+and searches of 25 tokens 2.4 to 5.2 times (`pytest benchmarks -k "training_step_graphs or (decoding and graphs)"`).
 A step must read changing values from tensors at fixed addresses, and write its results to such tensors.
 """
 

@@ -108,7 +108,7 @@ CALLS = {
 }
 
 
-# Exact fp32 is three products of tf32 there, up to a head size of 64.
+# Exact fp32 is three products of tf32 there, up to a head size of 128.
 ON_SM_90 = dict.fromkeys(("fp32", "bottom right, fp32", "lengths, fp32", "mask, fp32"), "triton")
 
 
@@ -128,7 +128,9 @@ def test_auto_leaves_plain_calls_to_sdpa(target, run):
         ({"queries": 129, "keys": 129, "training": True}, "sdpa"),
         ({"queries": 64, "keys": 64, "training": True, **FP32}, "sdpa"),
         ({"queries": 65, "keys": 65, "training": True, **FP32}, "triton"),
-        ({"size": 72, **FP32, "rules": lambda: {"key_lengths": counted()}}, "sdpa"),
+        ({"size": 128, **FP32, "rules": lambda: {"key_lengths": counted()}}, "triton"),
+        ({"size": 136, **FP32, "rules": lambda: {"key_lengths": counted()}}, "sdpa"),
+        ({"size": 32, "training": True}, "triton"),
     ],
 )
 def test_auto_takes_what_was_faster_on_an_h200(call, expected, run):

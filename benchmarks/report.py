@@ -293,8 +293,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             paths = [file for path in runs for file in (sorted(path.rglob(RECORDS)) if path.is_dir() else [path])]
             if not paths:
                 raise ValueError(f"{arguments[0]}: no {RECORDS} there")
-            kept = [result for result in load_results(RESULTS) if keeps and result.name == arguments[-1]]
-            print(condense(paths, arguments[-1], *kept).save(RESULTS))
+            earlier = [result for result in load_results(RESULTS) if keeps and result.name == arguments[-1]]
+            print(condense(paths, arguments[-1], *earlier).save(RESULTS))
         for path in write(load_results()):
             print(path)
     except (OSError, ValueError, ImportError) as error:

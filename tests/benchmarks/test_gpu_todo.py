@@ -42,7 +42,7 @@ def benchmark_names():
 
 def test_commands_are_listed():
     assert len(CHOICES) == TEXT.count("$BENCH -k") > 5
-    assert len(COMMANDS) > 10
+    assert len(COMMANDS) > 5
 
 
 @pytest.mark.parametrize("choice", sorted({next(filter(None, each)) for each in CHOICES}))

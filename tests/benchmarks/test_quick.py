@@ -67,7 +67,7 @@ def decode(race, competitor):
 
 
 GENERATION, MODULE = ("quick", 1001, range(10), None, 1), ("MultiheadAttention", "train")
-ENCODER = ("quick", True, "fp32", 0.55, 1.8, "training step")
+ENCODER = ("quick", True, "fp32", False, 0.55, 1.8, "training step")
 BROKEN = [
     ("transformers.GenerationMixin.generate", lambda race: decode(race, "transformers")),
     ("ctranslate2.Translator", lambda race: decode(race, "ctranslate2")),

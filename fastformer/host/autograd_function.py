@@ -20,6 +20,7 @@ from torch import Tensor
 
 from fastformer.modes import (
     compiling,
+    current_node,
     dispatch_modes,
     forward_ad,
     functorch_level,
@@ -138,8 +139,10 @@ def seeds_together() -> Iterator[None]:
 
 def dropout_seed(x: Tensor) -> Tensor:
     """Draw the seed of one dropout mask, int64 `[1]`, on x's device, so that a CUDA graph draws a new one each time."""
-    if compiling() or _seeds.unused is None or not torch.is_grad_enabled() or saved_tensors_hooks(True) is not None:
-        # Checkpointing sets such a hook or disables gradients, and draws again from the generator's state of this call.
+    alone = compiling() or _seeds.unused is None or not torch.is_grad_enabled() or saved_tensors_hooks(True) is not None
+    # Checkpointing sets such a hook or disables gradients; within backward it draws again from the generator's state of
+    # this call.
+    if alone or current_node() is not None:
         return _draw(x, 1)
     unused = _seeds.unused.get(x.device)
     if not unused:

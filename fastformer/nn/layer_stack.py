@@ -6,6 +6,7 @@ Letters: B batch, R rows of a cache, t new tokens a row, T packed tokens, D mode
 """
 
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from typing import Any, ClassVar
 
 import torch
@@ -13,6 +14,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from fastformer.backend import backend, get_backend
+from fastformer.host.autograd_function import seeds_together
 from fastformer.host.devices import check_types
 from fastformer.modes import compiling, watched
 from fastformer.nn.cache import KVCache
@@ -195,7 +197,8 @@ class Stack(nn.Module):
 
             return self._run_layer(layer, x, *memory[:1], run)
 
-        return self._run(tokens, lambda _, layer: layer.packed_attentions(*arguments), call)
+        with nullcontext() if compiling() else seeds_together():
+            return self._run(tokens, lambda _, layer: layer.packed_attentions(*arguments), call)
 
     def _compiled(self) -> CompiledStack | None:
         """Return the compiled functions, if there are some and nothing traces or observes this call."""

@@ -136,11 +136,12 @@ def test_seeds_drawn_together_are_distinct_and_follow_manual_seed():
 
 @needs_kernels
 @pytest.mark.parametrize("reentrant", [False, True])
-def test_recomputation_drops_the_same_elements(reentrant):
+@pytest.mark.parametrize("inside", [False, True], ids=["the loop draws together", "the layers draw together"])
+def test_recomputation_drops_the_same_elements(inside, reentrant):
     """The gradient of dropout(x) is 0 where dropout made 0; with another mask it would not be."""
 
     def dropped(x):
-        with backend("triton"):
+        with backend("triton"), seeds_together() if inside else contextlib.nullcontext():
             return functional.dropout_add_layer_norm(x, torch.zeros_like(x), 32, dropout_p=0.5)[1] ** 2
 
     x = torch.ones(8, 32, device=DEVICE).requires_grad_()

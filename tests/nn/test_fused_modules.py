@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 import fastformer
+from fastformer.host import autograd_function
 from fastformer.packing import Layout, pack
 from tests.nn.test_options import LENGTHS, L, batch, decoder, encoder, hidden
 from tests.support.fused_op import (
@@ -85,3 +86,14 @@ def test_cached_steps_with_options_are_as_accurate_as_the_reference(kind, name, 
 
     stack = encoder(name) if kind == "encoder" else decoder(name)
     assert_model_as_accurate_as_reference(stack.to(DEVICE, torch.float32), results)
+
+
+def test_a_packed_stack_draws_the_seeds_of_its_dropout_together(monkeypatch):
+    draws, draw = [], autograd_function._draw
+    monkeypatch.setattr(autograd_function, "_draw", lambda x, count: draws.append(count) or draw(x, count))
+    layer = fastformer.TransformerEncoderLayer(D, H, FF, 0.5, batch_first=True, device=DEVICE)
+    stack = fastformer.TransformerEncoder(layer, 2)
+    padding = torch.arange(T, device=DEVICE) >= torch.tensor([[T], [2]], device=DEVICE)
+    with fastformer.backend("triton"):
+        stack(torch.randn(B, T, D, device=DEVICE), src_key_padding_mask=padding).sum().backward()
+    assert len(draws) == 1

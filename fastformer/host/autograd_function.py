@@ -139,15 +139,16 @@ def seeds_together() -> Iterator[None]:
 
 def dropout_seed(x: Tensor) -> Tensor:
     """Draw the seed of one dropout mask, int64 `[1]`, on x's device, so that a CUDA graph draws a new one each time."""
-    alone = compiling() or _seeds.unused is None or not torch.is_grad_enabled() or saved_tensors_hooks(True) is not None
-    # Checkpointing sets such a hook or disables gradients; within backward it draws again from the generator's state of
-    # this call.
-    if alone or current_node() is not None:
+    if compiling() or (joint := _seeds.unused) is None or not torch.is_grad_enabled():
         return _draw(x, 1)
-    unused = _seeds.unused.get(x.device)
+    # Checkpointing disables gradients or sets such a hook, and in backward draws again from the generator's state of
+    # this call.
+    if saved_tensors_hooks(True) is not None or current_node() is not None:
+        return _draw(x, 1)
+    unused = joint.get(x.device)
     if not unused:
         # Each aligned to 16 bytes, like a separate tensor: kernels are compiled for the alignment of a pointer.
-        unused = _seeds.unused[x.device] = list(_draw(x, 2 * _SEEDS).view(_SEEDS, 2)[:, :1].unbind())
+        unused = joint[x.device] = list(_draw(x, 2 * _SEEDS).view(_SEEDS, 2)[:, :1].unbind())
     return unused.pop()
 
 

@@ -99,7 +99,8 @@ def test_the_activation_everywhere(activation, dtype):
     expected = fused.activate(exact, activation)
     (slope,) = torch.autograd.grad(expected.sum(), exact)
     a = kernels.activate(h, None, activation, 0.0)
-    dh, again, _ = kernels.activate_backward(torch.ones_like(a), h, None, activation, 0.0, True, False)
+    again = torch.ones_like(a)
+    dh, _ = kernels.activate_backward(again, h, None, activation, 0.0, True, False)
     # fp16: one rounding. fp32: the slope of gelu_tanh, 2.0e-6 (torch's own 1.0e-6), is the worst; the next is 7.1e-7.
     limit = 3e-6 if dtype == torch.float32 else torch.finfo(dtype).eps / 2
     for actual, exact in ((a, expected), (dh, slope)):
@@ -122,7 +123,8 @@ def test_infinity_and_not_a_number(activation):
     expected = torch.tensor([math.nan, math.inf, below, 0.0], device=DEVICE)[:, None]
     torch.testing.assert_close(actual, expected, rtol=0, atol=0, equal_nan=True)
     if activation == "relu":
-        dh, _ = kernels.relu_backward(torch.ones_like(h), actual, 0.0, False)
+        dh = torch.ones_like(h)
+        kernels.relu_backward(dh, actual, 0.0, False)
         assert dh.flatten().tolist() == [1, 1, 0, 0]
 
 
@@ -240,6 +242,19 @@ def test_kept_bytes():
         assert kept_bytes(lambda f=ours: f(True), parameters) == 2 * unit + seed
     with torch.no_grad():
         assert not ours(False).requires_grad
+
+
+@pytest.mark.parametrize(("activation", "wide"), [("relu", 0), ("gelu", 1), ("swiglu", 2)])
+def test_backward_makes_no_tensor_for_what_replaces_another(activation, wide, monkeypatch):
+    """Of M x F numbers: nothing for ReLU, whose dh replaces da, and dh alone for others, whose a replaces da."""
+    M, F = 128, 24
+    kernels = pytest.importorskip("fastformer_kernels.feed_forward.kernels")
+    tensors = leaves(inputs_of((M, 4), F, 3, activation, dtype=torch.float32))
+    out = feed_forward(*tensors, activation=activation)
+    sizes = []
+    monkeypatch.setattr(kernels, "noted", lambda x: sizes.append(x.numel()) or x)
+    out.sum().backward()
+    assert sum(size for size in sizes if size >= M * F) == wide * M * F
 
 
 @pytest.mark.parametrize("activation", ["relu", "gelu", "swiglu"])

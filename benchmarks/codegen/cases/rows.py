@@ -136,8 +136,8 @@ def feed_forward_cases() -> Cases:
         backward = partial(feed_forward.activate_backward, da, h, seed, activation, dropout_p, True, True)
         yield f"{name} backward", backward
     for dtype, width in ((BF16, F), (FP32, F), (BF16, 100)):
-        da = meta(M, width, dtype=dtype)
-        yield f"relu {_name(dtype)} F {width} from a", partial(feed_forward.relu_backward, da, da, DROPOUT, True)
+        da, a = (meta(M, width, dtype=dtype) for _ in range(2))
+        yield f"relu {_name(dtype)} F {width} from a", partial(feed_forward.relu_backward, da, a, DROPOUT, True)
 
 
 def embedding_cases() -> Cases:

@@ -133,13 +133,12 @@ def _activate_fake(h: Tensor, activation: str) -> Tensor:
     return h.new_empty(h.shape[0], h.shape[1] // 2 if activation in GATED else h.shape[1])
 
 
-def _activate_backward_fake(da: Tensor, h: Tensor, wants_a: bool, wants_bias: bool) -> tuple[Tensor, Tensor, Tensor]:
-    a = h.new_empty(da.shape if wants_a else 0)
-    return h.new_empty(h.shape), a, h.new_empty(h.shape[1] if wants_bias else 0)
+def _activate_backward_fake(h: Tensor, wants_bias: bool) -> tuple[Tensor, Tensor]:
+    return h.new_empty(h.shape), h.new_empty(h.shape[1] if wants_bias else 0)
 
 
-def _relu_backward_fake(a: Tensor, wants_bias: bool) -> tuple[Tensor, Tensor]:
-    return a.new_empty(a.shape), a.new_empty(a.shape[1] if wants_bias else 0)
+def _relu_backward_fake(a: Tensor, wants_bias: bool) -> Tensor:
+    return a.new_empty(a.shape[1] if wants_bias else 0)
 
 
 _activate = define(
@@ -153,13 +152,13 @@ _hidden_again = define(
     lambda x, weight1: x.new_empty(x.shape[0], weight1.shape[0]),
 )
 _activate_backward = define(
-    "feed_forward_activate_backward(Tensor da, Tensor h, Tensor? seed, str activation, float dropout_p, "
-    "bool wants_a, bool wants_bias) -> (Tensor, Tensor, Tensor)",
+    "feed_forward_activate_backward(Tensor(a!) da, Tensor h, Tensor? seed, str activation, float dropout_p, "
+    "bool wants_a, bool wants_bias) -> (Tensor, Tensor)",
     "feed_forward.kernels.activate_backward",
     _activate_backward_fake,
 )
 _relu_backward = define(
-    "feed_forward_relu_backward(Tensor da, Tensor a, float dropout_p, bool wants_bias) -> (Tensor, Tensor)",
+    "feed_forward_relu_backward(Tensor(a!) da, Tensor a, float dropout_p, bool wants_bias) -> Tensor",
     "feed_forward.kernels.relu_backward",
     _relu_backward_fake,
 )
@@ -205,11 +204,13 @@ class _FeedForward(torch.autograd.Function):
             h = _hidden_again(x, weight1, bias1, dy)
         dx, dweight1, dbias1 = None, None, None
         if needs_x or needs_weight1 or needs_bias1:
-            da = torch.mm(dy, weight2)  # [M, F]
+            da = torch.mm(dy, weight2)  # [M, F], whose memory then holds another tensor of that size
             if h is None:
-                dh, dbias1 = _relu_backward(da, a, p, needs_bias1)
+                dbias1 = _relu_backward(da, a, p, needs_bias1)
+                dh = da
             else:
-                dh, a, dbias1 = _activate_backward(da, h, seed, activation, p, needs_weight2, needs_bias1)
+                dh, dbias1 = _activate_backward(da, h, seed, activation, p, needs_weight2, needs_bias1)
+                a = da
             dx = torch.mm(dh, weight1) if needs_x else None
             dweight1 = torch.mm(dh.t(), x) if needs_weight1 else None
         elif needs_weight2 and h is not None:

@@ -135,7 +135,10 @@ def activate_backward_kernel(
     BLOCK_M: tl.constexpr,
     BLOCK_F: tl.constexpr,
 ):
-    """Compute dh = da * f'(h) with the dropout mask, a again, and this program's part of the bias's gradient."""
+    """Compute dh = da * f'(h) with the dropout mask, a again, and this program's part of the bias's gradient.
+
+    a_ptr may be da_ptr, and then a takes the place of da.
+    """
     first_column = tl.program_id(1) * BLOCK_F
     columns = first_column + tl.arange(0, BLOCK_F)
     real = columns < F
@@ -174,9 +177,9 @@ def activate_backward_kernel(
 
 @kernel("F")
 def relu_backward_kernel(
-    da_ptr, a_ptr, dh_ptr, partials_ptr, M, F, dropout_scale, BLOCK_M: tl.constexpr, BLOCK_F: tl.constexpr
+    da_ptr, a_ptr, partials_ptr, M, F, dropout_scale, BLOCK_M: tl.constexpr, BLOCK_F: tl.constexpr
 ):
-    """Compute dh = da * dropout_scale where a is not 0, and this program's part of the bias's gradient."""
+    """Replace da by dh = da * dropout_scale where a is not 0; compute this program's part of the bias's gradient."""
     columns = tl.program_id(1) * BLOCK_F + tl.arange(0, BLOCK_F)
     real = columns < F
     total = tl.zeros((BLOCK_M, BLOCK_F), tl.float32)
@@ -187,7 +190,7 @@ def relu_backward_kernel(
         g = tl.load(da_ptr + at, mask=inside, other=0.0).to(tl.float32)
         a = tl.load(a_ptr + at, mask=inside, other=0.0)
         g = tl.where(a == 0, 0.0, g * dropout_scale)
-        tl.store(dh_ptr + at, g, mask=inside)
+        tl.store(da_ptr + at, g, mask=inside)
         total += g
     if partials_ptr is not None:
         here = partials_ptr + tl.program_id(0).to(tl.int64) * F + columns
@@ -290,58 +293,57 @@ def activate_backward(
     dropout_p: float,
     wants_a: bool,
     wants_bias: bool,
-) -> tuple[Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, Tensor]:
     """Differentiate `activate`.
 
     Args:
-        da: `[M, F]`.
+        da: `[M, F]`, contiguous; with `wants_a`, a is written there.
         h, seed, activation, dropout_p: as given to `activate`.
-        wants_a: whether to compute a again.
+        wants_a: whether to compute a again, in place of da: it saves a tensor as large as h.
         wants_bias: whether to compute the gradient of the bias that is in h.
 
     Returns:
-        dh, of h's shape; a `[M, F]`; the gradient of the bias, of h's row length; all of h's dtype. Results that are
-        not requested are empty.
+        dh, of h's shape, and the gradient of the bias, of h's row length, empty if not requested; both of h's dtype.
     """
     function, gated = FORMS[activation]
-    da, h = da.contiguous(), h.contiguous()
+    assert da.is_contiguous(), "da is written to"
+    h = h.contiguous()
     (M, F), wide = da.shape, h.shape[1]
     dh = noted(h.new_empty(M, wide))
-    a = noted(h.new_empty(M, F)) if wants_a else None
     if dh.numel() == 0:
-        return dh, noted(h.new_empty(0)) if a is None else a, h.new_zeros(wide if wants_bias else 0)
+        return dh, h.new_zeros(wide if wants_bias else 0)
     dropout = threshold_and_scale(dropout_p)
     block = tile(F)
     grid = (_row_programs(h, M, F, gated, block), cdiv(F, block["BLOCK_F"]))
     partials = noted(h.new_empty(grid[0], wide, dtype=torch.float32)) if wants_bias else None
-    tensors = (da, h, seed, dh, a, partials)
+    tensors = (da, h, seed, dh, da if wants_a else None, partials)
     constants = (function, gated, h.dtype == torch.float32)
     with guard(h):
         launch(activate_backward_kernel, grid, *tensors, M, F, *dropout, *constants, **block)
-    return dh, noted(h.new_empty(0)) if a is None else a, _add_partials(partials, h)
+    return dh, _add_partials(partials, h)
 
 
-def relu_backward(da: Tensor, a: Tensor, dropout_p: float, wants_bias: bool) -> tuple[Tensor, Tensor]:
-    """Differentiate `activate` with ReLU.
+def relu_backward(da: Tensor, a: Tensor, dropout_p: float, wants_bias: bool) -> Tensor:
+    """Differentiate `activate` with ReLU: dh takes the place of da.
 
     Args:
-        da: `[M, F]`.
+        da: `[M, F]`, contiguous.
         a: the output of `activate`.
         dropout_p: as given to `activate`.
         wants_bias: whether to compute the gradient of the bias that is in h.
 
     Returns:
-        dh, of a's shape; the gradient of the bias, of a's row length, empty if not requested; both of a's dtype.
+        The gradient of the bias, of a's row length, empty if not requested; of a's dtype.
     """
-    da, a = da.contiguous(), a.contiguous()
+    assert da.is_contiguous(), "da is written to"
+    a = a.contiguous()
     M, F = a.shape
-    dh = noted(a.new_empty(M, F))
-    if dh.numel() == 0:
-        return dh, a.new_zeros(F if wants_bias else 0)
+    if a.numel() == 0:
+        return a.new_zeros(F if wants_bias else 0)
     _, scale = threshold_and_scale(dropout_p)
     block = tile(F)
     grid = (_row_programs(a, M, F, False, block), cdiv(F, block["BLOCK_F"]))
     partials = noted(a.new_empty(grid[0], F, dtype=torch.float32)) if wants_bias else None
     with guard(a):
-        launch(relu_backward_kernel, grid, da, a, dh, partials, M, F, scale, **block)
-    return dh, _add_partials(partials, a)
+        launch(relu_backward_kernel, grid, da, a, partials, M, F, scale, **block)
+    return _add_partials(partials, a)

@@ -299,7 +299,7 @@ def activate_backward(
     Args:
         da: `[M, F]`, contiguous; with `wants_a`, a is written there.
         h, seed, activation, dropout_p: as given to `activate`.
-        wants_a: whether to compute a again, in place of da: it saves a tensor as large as h.
+        wants_a: whether to compute a again, in place of da, which saves a tensor of its size.
         wants_bias: whether to compute the gradient of the bias that is in h.
 
     Returns:

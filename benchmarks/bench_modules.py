@@ -16,9 +16,10 @@ import torch
 from torch import Tensor, nn
 
 import fastformer
-from benchmarks.competitors.models import GRADIENT_TOLERANCE, decoder_masks, padding_of, race_models
+from benchmarks.competitors.models import decoder_masks, padding_of, race_models
 from benchmarks.harness.lengths import typical_batch
 from benchmarks.harness.race import Race
+from fastformer.nn.activations import gelu_tanh
 
 WIDTH, HEADS, ROUNDS, SENTENCES = 512, 8, 9, 16
 TOLERANCE = 1e-5  # fp32, a few hundred terms a sum
@@ -94,6 +95,9 @@ def bench_one_sentence(race: Race, size: str, case: str, tokens: int, mode: str)
 
 def _race(race: Race, label: str, case: str, x: Input, mode: str, goal: float) -> None:
     name, arguments, call = CASES[case]
+    if name == "Transformer" and mode == "train":
+        # Smooth: in several layers one rounding at ReLU's kink changes gradients by more than the tolerance.
+        label, arguments = f"{label}, GELU by tanh", {**arguments, "activation": gelu_tanh}
     original = getattr(nn, name)(**arguments).to(race.device)
     module = getattr(fastformer, name)(**arguments).to(race.device)
     module.load_state_dict(original.state_dict())
@@ -109,7 +113,7 @@ def _race(race: Race, label: str, case: str, x: Input, mode: str, goal: float) -
         real,
         trains=mode == "train",
         tolerance=TOLERANCE,
-        gradient_tolerance=GRADIENT_TOLERANCE[torch.float32] if name == "Transformer" else TOLERANCE,
+        gradient_tolerance=TOLERANCE,
         per_token=False,
         rounds=ROUNDS,
         goal=goal,

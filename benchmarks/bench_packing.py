@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 import fastformer
-from benchmarks.competitors.models import GRADIENT_TOLERANCE, decoder_masks, padding_of, race_models
+from benchmarks.competitors.models import decoder_masks, padding_of, race_models
 from benchmarks.harness.lengths import typical_batch, uniform_lengths
 from benchmarks.harness.race import Race
 
@@ -25,6 +25,10 @@ TINY_WIDTH, TINY_LONGEST = 64, 12
 HEAD = 64  # width of a head; feed-forward layers are 4 times as wide as the model
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}  # bf16: by autocast
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2e-2}  # of the output at real positions
+# Rounding decides on which side of ReLU's kink one activation in some millions falls; each time, one of some thousand
+# tokens has another gradient. Against fp64 (nn.Transformer d256 3+3, two seeds) torch's gradients are off by 2e-4 and
+# 5e-7, fastformer's by 7e-4 and 1e-4.
+GRADIENT_TOLERANCE = {torch.float32: 5e-3, torch.bfloat16: 5e-2}
 
 
 def _race(
@@ -38,7 +42,7 @@ def _race(
     compiles: bool = False,
     **fields: Any,
 ) -> None:
-    """Convert a copy of a model of torch.nn, and compile the copy if so wanted; the last padding is of the output."""
+    """Convert a copy of a model of torch.nn, and compile the copy if `compiles`; the last padding is of the output."""
     if dtype == torch.bfloat16 and race.device.type == "cpu" and not race.tiny:
         pytest.skip("bf16 at this size takes minutes on a CPU without instructions for it")
     converted = copy.deepcopy(original)

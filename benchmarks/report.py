@@ -131,8 +131,8 @@ def read_run(path: Path) -> list[dict[str, Any]]:
         raise ValueError(f"{path} is no run of the benchmarks: {' '.join(str(error).split())}") from None
 
 
-def condense(paths: Sequence[Path], name: str, kept: Result | None = None) -> Result:
-    """Return what is committed of one or several runs; `kept` has the rows of cases that they did not measure.
+def condense(paths: Sequence[Path], name: str, earlier: Result | None = None) -> Result:
+    """Return what is committed of one or several runs; cases that they did not measure keep the rows of `earlier`.
 
     Raises:
         ValueError: an invalid name; or runs that differ in machine, are of uncommitted code, are dry runs, or have no
@@ -143,7 +143,7 @@ def condense(paths: Sequence[Path], name: str, kept: Result | None = None) -> Re
     runs = [read_run(path) for path in paths]
     first, machine = runs[0][0]["machine"], runs[-1][0]["machine"]
     others = [(str(path), run[0]["machine"]) for path, run in zip(paths, runs, strict=True)]
-    for origin, other in others + ([] if kept is None else [(f"{name}.json", kept.machine)]):
+    for origin, other in others + ([] if earlier is None else [(f"{name}.json", earlier.machine)]):
         for fact in sorted({*first, *other} - {"date", "commit"}):
             if first.get(fact) != other.get(fact):
                 raise ValueError(
@@ -152,9 +152,10 @@ def condense(paths: Sequence[Path], name: str, kept: Result | None = None) -> Re
                 )
     files = ", ".join(map(str, paths))
     measured = [(run[0]["machine"]["commit"], entry["row"]) for run in runs for entry in run if "row" in entry]
-    earlier = [] if kept is None else [(row.commit or kept.machine["commit"], row) for row in kept.rows]
-    commits = {row.key: commit for commit, row in earlier + measured}
-    rows = {row.key: row for _, row in earlier + measured}.values()
+    if earlier is not None:
+        measured = [(row.commit or earlier.machine["commit"], row) for row in earlier.rows] + measured
+    commits = {row.key: commit for commit, row in measured}
+    rows = {row.key: row for _, row in measured}.values()
     if any(row.status == "dry run" for row in rows):
         raise ValueError(f"{files}: this is a dry run, which measures nothing")
     if not any(row.ours is not None for row in rows):
@@ -163,10 +164,10 @@ def condense(paths: Sequence[Path], name: str, kept: Result | None = None) -> Re
         if (commit := checked(other.get("commit", ""), files)).endswith(DIRTY):
             raise ValueError(f"{files}: uncommitted code was measured ({commit}); commit, then measure again")
     rates = [row.matmul_rate for row in rows if row.matmul_rate is not None]
-    rates += [] if kept is None or kept.matmul is None else kept.matmul
+    rates += [] if earlier is None or earlier.matmul is None else earlier.matmul
     matmul = _rounded({"lowest": min(rates), "highest": max(rates)}) if rates else {}
     ceilings = [entry["ceilings"] for run in runs for entry in run if "ceilings" in entry]
-    known = [] if kept is None else [kept.ceilings]
+    known = [] if earlier is None else [earlier.ceilings]
     return Result(
         name=name,
         format=1,

@@ -9,12 +9,6 @@ from torch import Tensor, nn
 
 from benchmarks.harness.race import Contender, Race, flat_gradients
 
-# Of models of several layers. Rounding decides on which side of ReLU's kink one activation in some millions falls; each
-# time, one of some thousand tokens has another gradient. Against fp64 torch's gradients are off by 2e-4 and 5e-7
-# (d256 3+3, two seeds), 4e-5 and 6e-7 (d512 2+2 on an H200), fastformer's by 7e-4 and 1e-4, 4e-5 and 6e-7; with GELU
-# both by 7e-7 at most.
-GRADIENT_TOLERANCE = {torch.float32: 5e-3, torch.bfloat16: 5e-2}
-
 
 def padding_of(lengths: Tensor, device: torch.device) -> Tensor:
     """Return bool `[B, L]`, True at padding."""

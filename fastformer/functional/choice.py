@@ -19,7 +19,7 @@ from fastformer.functional.attention.rules import AttentionRules
 from fastformer.functional.preferences import SIXTEEN_BITS, Use, why_sdpa
 from fastformer.host.devices import product_dtype
 from fastformer.modes import batched, compiling, forward_ad, function_modes, functorch_level
-from fastformer_kernels.host.architecture import EXACT_ON_TENSOR_CORES, architecture_of
+from fastformer_kernels.host.architecture import EXACT_ON_TENSOR_CORES, architecture_of, target_of
 
 OPS = (
     "attention",
@@ -43,19 +43,6 @@ INSTALL_TRITON = (
 _INTERPRETED = os.environ.get("TRITON_INTERPRET", "0").lower() in ("1", "true", "on", "yes")
 _COMMON_HEAD_SIZE = 64
 _WITHOUT_KERNELS_ON_CPU = ("auto", "reference")
-
-
-_targets: dict[int, str] = {}  # by device; torch.compile warns of functools.cache
-
-
-def _target(device: int) -> str:
-    """Return the target that kernels are compiled for on a GPU, such as "sm_90" or "gfx942"."""
-    if device not in _targets:
-        properties = torch.cuda.get_device_properties(device)
-        is_amd = torch.version.hip is not None
-        name = properties.gcnArchName.partition(":")[0] if is_amd else f"sm_{properties.major}{properties.minor}"
-        _targets[device] = name
-    return _targets[device]
 
 
 def _fault_of_interpreter() -> str | None:
@@ -98,7 +85,7 @@ def unsupported(op: str, x: Tensor) -> str | None:
             return f"{op} {_FAULT_OF_INTERPRETER}"
     elif not x.is_cuda:
         return f"{op} needs an NVIDIA or AMD GPU, and the tensor is on {x.device.type}"
-    elif architecture_of(target := _target(x.get_device())) is None:
+    elif architecture_of(target := target_of(x.get_device())) is None:
         return f"{op} needs sm_80 or newer, gfx90a, gfx942, gfx950, gfx11 or gfx12, not {target}"
     elif target.startswith("gfx") and process.backend != "triton":
         return f"{op} is not measured on this GPU, {target}; backend 'triton' runs the kernels"
@@ -136,7 +123,7 @@ def why_sdpa_takes(q: Tensor, k: Tensor, v: Tensor, rules: AttentionRules, keys:
         return f"the flash implementation {implementation} is activated in torch"
     training = torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
     use: Use = "training" if training else "decoding" if decodes(q, k, v) else "inference"
-    return why_sdpa(architecture_of(_target(q.get_device())), dtype, use, head_size, keys)
+    return why_sdpa(architecture_of(target_of(q.get_device())), dtype, use, head_size, keys)
 
 
 def on_plain_cores(q: Tensor, head_size: int) -> bool:
@@ -146,7 +133,7 @@ def on_plain_cores(q: Tensor, head_size: int) -> bool:
     """
     if compiling() or product_dtype(q) != torch.float32 or torch.backends.cuda.matmul.fp32_precision == "tf32":
         return False
-    return head_size > EXACT_ON_TENSOR_CORES.get(architecture_of(_target(q.get_device())) or "", 0)
+    return head_size > EXACT_ON_TENSOR_CORES.get(architecture_of(target_of(q.get_device())) or "", 0)
 
 
 def runs_fused(
@@ -242,5 +229,5 @@ def _calls_of_sdpa(op: str, x: Tensor) -> str:
     head_size = x.shape[-1] if x.dim() == 4 else _COMMON_HEAD_SIZE
     if on_plain_cores(x, head_size):
         calls = "calls without window, softcap, bias and sinks"
-    reason = why_sdpa(architecture_of(_target(x.get_device())), product_dtype(x), "training", head_size, 1024)
+    reason = why_sdpa(architecture_of(target_of(x.get_device())), product_dtype(x), "training", head_size, 1024)
     return "" if reason is None else f"; sdpa for {calls} ({reason})"

@@ -129,8 +129,9 @@ _seeds = _Seeds()
 
 @contextmanager
 def seeds_together() -> Iterator[None]:
-    """Draw the seeds of this thread's dropout masks `_SEEDS` at a time, in place of a kernel each."""
-    before, _seeds.unused = _seeds.unused, {}
+    """Draw the seeds of this thread's dropout masks `_SEEDS` at a time, in place of a kernel each. Blocks nest."""
+    before = _seeds.unused
+    _seeds.unused = {} if before is None else before
     try:
         yield
     finally:

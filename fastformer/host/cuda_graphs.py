@@ -49,12 +49,12 @@ def memory_for_graphs(device: torch.device) -> int:
 
 
 def make_room(index: int) -> None:
-    """Return unused memory of torch's allocator to the driver if little is free there; a capture cannot do that.
+    """Return unused memory of torch's allocator to the driver if less than half of the GPU's memory is free.
 
-    The allocator keeps what deleted graphs and eager steps used, and gives it to no other graph.
+    A capture cannot do that, and can take no memory that deleted graphs or eager steps have left in the allocator.
     """
     free, total = torch.cuda.mem_get_info(index)
-    if free < total // 8:
+    if 2 * free < total:
         torch.cuda.empty_cache()
 
 

@@ -20,6 +20,7 @@ from fastformer.functional import warm_up as warm_up_module
 from fastformer.functional.attention import op
 from fastformer.functional.preferences import Preference
 from fastformer.packing import Layout
+from fastformer_kernels.host import architecture
 from tests.kernels.norm_cases import cuda_autocast
 from tests.support.fused_calls import CALLS as OP_CALLS
 from tests.support.fused_calls import leaves
@@ -55,7 +56,7 @@ def run(monkeypatch):
 
     def run(target, call, backend="auto"):
         taken.clear()
-        monkeypatch.setattr(choice, "_target", lambda device: target)
+        monkeypatch.setattr(choice, "target_of", lambda device: target)
         with fastformer.backend(backend), FakeTensorMode(allow_non_fake_inputs=True), torch.device("cuda"):
             call()
         (implementation,) = taken or ["reference"]
@@ -237,7 +238,7 @@ def test_explain_says_what_sdpa_takes_and_why(monkeypatch):
         ("sm_90", "0.73 of SDPA's speed in training on sm_90, measured 2026-11-26"),
         ("sm_120", "not known"),
     ):
-        monkeypatch.setattr(choice, "_target", lambda device, target=target: target)
+        monkeypatch.setattr(choice, "target_of", lambda device, target=target: target)
         with FakeTensorMode():
             x = torch.empty(2, dtype=torch.bfloat16, device="cuda")
             auto = fastformer.explain(x).splitlines()
@@ -340,11 +341,11 @@ def test_compiled_code_follows_a_switch():
 
 
 def test_torch_compile_reads_the_target_of_a_gpu_without_a_warning(monkeypatch):
-    monkeypatch.setattr(choice, "_targets", {})
+    monkeypatch.setattr(architecture, "_targets", {})
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(major=9, minor=0))
 
     @torch.compile(backend="eager", fullgraph=True)
     def add_length(x):
-        return x + len(choice.architecture_of(choice._target(0)))
+        return x + len(choice.architecture_of(choice.target_of(0)))
 
     assert add_length(torch.zeros(())) == len("sm_90")

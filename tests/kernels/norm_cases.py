@@ -32,12 +32,12 @@ def use_one_multiprocessor(monkeypatch: pytest.MonkeyPatch) -> None:
 def cuda_autocast() -> Iterator[None]:
     """Autocast for a GPU, also where there is none; one is then assumed that has kernels."""
     torch.set_autocast_enabled("cuda", True)
-    target = choice._target
-    choice._target = lambda device: "sm_90"
+    target = choice.target_of
+    choice.target_of = lambda device: "sm_90"
     try:
         yield
     finally:
-        choice._target = target
+        choice.target_of = target
         torch.set_autocast_enabled("cuda", False)
 
 

@@ -1,8 +1,8 @@
 """Optimizer steps as CUDA graphs: about three launches a step, for steps that wait for the host.
 
-The host of one H200 needed 34 to 60 ms for a step of 6+6 layers in bf16; the GPU computed it in 5.3 to 8.1 ms
-(benchmarks/results/h200.json, 2,000 to 4,000 tokens a side). From graphs the steps were 9.8 and 6.4 times as fast with
-random and with bucketed batches, in fp32 5.8 and 1.3 times. So each part of a step is captured:
+The host of one H200 needed 34 to 60 ms for a step of 6+6 layers in bf16; the GPU computed it in 5.3 to 7.6 ms
+(benchmarks/results/h200.json, 2,000 to 4,000 tokens a side). From graphs the steps were 11 and 8.6 times as fast with
+random and with bucketed batches, in fp32 2.5 and 1.7 times. So each part of a step is captured:
 
 - forward and backward of a batch, once for each shape (`FixedBatch`); one op adds the new gradients to the
   accumulated ones: 186 launches fewer, for the memory of the gradients once more;
@@ -183,8 +183,6 @@ class GraphedUpdate(Update):
                 self._check_addresses()  # this step may have allocated gradients
                 self._warm.add(name)
                 return
-            if self.device.type == "cuda":
-                torch.cuda.empty_cache()  # a capture can take no memory that eager steps have left in the cache
             recorded = None
             if self._recorder is not None and (self._config.cuda_graphs or self._may_capture()):
                 recorded = capture_or_warn(self._recorder, step, "training")

@@ -249,7 +249,7 @@ def exact_precision(wide: Tensor) -> str:
     """Return how exact fp32 is multiplied: "tf32x3" up to the head size that registers allow, else "ieee".
 
     Three products of tf32 on tensor cores have the error of one on plain cores, 4e-7 to 9e-7 of the norm, and take a
-    third to a fifth of its time (H200, head sizes 64 and 128).
+    half to a sixth of its time (H200, head sizes 64 and 128).
     """
     return "tf32x3" if wide.shape[-1] <= EXACT_ON_TENSOR_CORES.get(device_of(wide).architecture, 0) else "ieee"
 

@@ -11,9 +11,9 @@ which has most nearly their 64 KiB of shared memory), the products (16: of 16 bi
 The head width is a power of two; for tf32 it is twice that of the head (`problem.head_width`). tf32 beyond 128 is
 multiplied exactly, so that its rows end at a width of 256.
 
-**The rows of sm_90** in 16 bits and exact fp32, without heavy features, are the fastest of up to 47 tiles that were
-timed on an H200 (benchmarks/NOTES.md). Four warps and two or more blocks on a multiprocessor won over eight warps
-and larger tiles: while one block computes exponentials, another multiplies.
+**The rows of sm_90** in 16 bits, and in exact fp32 to a width of 128, are the fastest of 14 to 47 tiles that were timed
+on an H200 for calls without features (benchmarks/NOTES.md). To a width of 128, four warps and two or more blocks on a
+multiprocessor won over eight warps and larger tiles: while one block computes exponentials, another multiplies.
 
 **The other rows** are the largest tiles that spill nothing and compute no product twice, of these the fewest
 instructions, by what the compiler reports (`python -m benchmarks.codegen`). No GPU has timed others. 16 bits: 16 rows a

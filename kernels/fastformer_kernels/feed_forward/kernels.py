@@ -123,21 +123,21 @@ def activate_backward_kernel(
     h_ptr,
     seed_ptr,
     dh_ptr,
-    a_ptr,
     partials_ptr,
     M,
     F,
     threshold,
     dropout_scale,
+    WRITES_A: tl.constexpr,
     FUNCTION: tl.constexpr,
     GATED: tl.constexpr,
     ERF: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_F: tl.constexpr,
 ):
-    """Compute dh = da * f'(h) with the dropout mask, a again, and this program's part of the bias's gradient.
+    """Compute dh = da * f'(h) with the dropout mask, and this program's part of the bias's gradient.
 
-    a_ptr may be da_ptr, and then a takes the place of da.
+    With WRITES_A, da is replaced by a.
     """
     first_column = tl.program_id(1) * BLOCK_F
     columns = first_column + tl.arange(0, BLOCK_F)
@@ -166,8 +166,8 @@ def activate_backward_kernel(
             a *= value
         tl.store(dh_ptr + wide_at, g * slope, mask=inside)
         total += g * slope
-        if a_ptr is not None:
-            tl.store(a_ptr + at, a * factor, mask=inside)
+        if WRITES_A:
+            tl.store(da_ptr + at, a * factor, mask=inside)
     if partials_ptr is not None:
         here = partials_ptr + tl.program_id(0).to(tl.int64) * wide + columns
         tl.store(here, sum_rows(total, da_ptr.dtype.element_ty), mask=real)
@@ -222,8 +222,8 @@ def tile(F: int) -> dict[str, int]:
 def _row_programs(x: Tensor, M: int, F: int, gated: bool, block: dict[str, int]) -> int:
     """Choose how many programs share the rows in backward, each with its own partial sum of the bias's gradient.
 
-    As many as are on the GPU at once: compiled for sm_90 in 16 bits, a thread takes 54 to 88 registers, gated 99 to
-    128, which is at least five and three blocks a multiprocessor. Other numbers were not timed on a GPU.
+    As many as are on the GPU at once: compiled for sm_90 in 16 bits, a thread takes 48 to 87 registers, gated 101 to
+    158, which is at least five and three blocks a multiprocessor. Other numbers were not timed on a GPU.
     """
     column_programs = cdiv(F, block["BLOCK_F"])
     most = cdiv((3 if gated else 5) * device_of(x).multiprocessors, column_programs)
@@ -316,8 +316,8 @@ def activate_backward(
     block = tile(F)
     grid = (_row_programs(h, M, F, gated, block), cdiv(F, block["BLOCK_F"]))
     partials = noted(h.new_empty(grid[0], wide, dtype=torch.float32)) if wants_bias else None
-    tensors = (da, h, seed, dh, da if wants_a else None, partials)
-    constants = (function, gated, h.dtype == torch.float32)
+    tensors = (da, h, seed, dh, partials)
+    constants = (wants_a, function, gated, h.dtype == torch.float32)
     with guard(h):
         launch(activate_backward_kernel, grid, *tensors, M, F, *dropout, *constants, **block)
     return dh, _add_partials(partials, h)

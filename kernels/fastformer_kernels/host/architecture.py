@@ -3,9 +3,22 @@
 Does not import Triton, so that an implementation can be chosen where Triton is not installed.
 """
 
+import torch
+
 _MFMA = ("gfx90a", "gfx942", "gfx950")
 # The largest head size whose exact fp32 attention is multiplied on tensor cores, forward and backward, by architecture.
 EXACT_ON_TENSOR_CORES = {"sm_90": 128}
+_targets: dict[int, str] = {}  # by device; torch.compile warns of functools.cache
+
+
+def target_of(device: int) -> str:
+    """Return the target that kernels are compiled for on a GPU, such as "sm_90" or "gfx942"."""
+    if device not in _targets:
+        properties = torch.cuda.get_device_properties(device)
+        is_amd = torch.version.hip is not None
+        name = properties.gcnArchName.partition(":")[0] if is_amd else f"sm_{properties.major}{properties.minor}"
+        _targets[device] = name
+    return _targets[device]
 
 
 def architecture_of(target: str) -> str | None:

@@ -14,7 +14,7 @@ from triton import knobs
 from triton.runtime import driver
 
 from fastformer_kernels.host import fences
-from fastformer_kernels.host.architecture import architecture_of
+from fastformer_kernels.host.architecture import architecture_of, target_of
 
 # Fused multiply-add, which Triton 3.10 turns off unless requested; every version from 3.6 on takes the option.
 _ENABLE_FP_FUSION = True
@@ -79,11 +79,9 @@ assumed = Device("sm_90", 132, 227 << 10)
 @cache
 def _properties(index: int) -> Device:
     properties = torch.cuda.get_device_properties(index)
-    if torch.version.hip is not None:
-        target, shared = properties.gcnArchName.partition(":")[0], properties.shared_memory_per_block
-    else:
-        target, shared = f"sm_{properties.major}{properties.minor}", properties.shared_memory_per_block_optin
-    return Device(target, properties.multi_processor_count, shared, properties.L2_cache_size)
+    is_amd = torch.version.hip is not None
+    shared = properties.shared_memory_per_block if is_amd else properties.shared_memory_per_block_optin
+    return Device(target_of(index), properties.multi_processor_count, shared, properties.L2_cache_size)
 
 
 def device_of(x: Tensor) -> Device:

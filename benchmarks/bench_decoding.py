@@ -24,8 +24,9 @@ from benchmarks.competitors.training import CONFIGS, TINY
 from benchmarks.competitors.tutorials import FixedLengthTranslation
 from benchmarks.harness.lengths import typical_batch
 from benchmarks.harness.race import Contender, Race
+from fastformer.apps.translation.beams import Hypothesis
 from fastformer.apps.translation.model import TranslationModel
-from fastformer.apps.translation.search import Hypothesis, SearchOptions, beam_search, greedy_search
+from fastformer.apps.translation.search import SearchOptions, beam_search, greedy_search
 from fastformer.nn import pack_weights
 
 TOKENS = 25

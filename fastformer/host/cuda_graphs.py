@@ -38,6 +38,42 @@ def capture_or_warn(recorder: Recorder, step: Step, what: str) -> Recorded | Non
         return None
 
 
+class ReplayedStep:
+    """A step that a loop repeats: its first call runs it, the second captures a CUDA graph of it, others replay that.
+
+    After a capture that failed, which gives a warning, every call runs the step.
+
+    Args:
+        recorder: None: every call runs the step.
+        step: returns tensors, or nothing. It must not depend on numbers that the host counts.
+        what: the loop, for the warning.
+    """
+
+    def __init__(self, recorder: Recorder | None, step: Step, what: str) -> None:
+        self._recorder, self._step, self._what = recorder, step, what
+        self.reset()
+
+    def reset(self) -> None:
+        """Forget the graph, because tensors of the step were replaced."""
+        self._runs = 0
+        self._recorded: Recorded | None = None
+
+    def __call__(self) -> Any:
+        """Run or replay the step; return its output, which the next call may overwrite."""
+        if self._recorder is None:
+            return self._step()
+        self._runs += 1
+        if self._runs == 1:
+            return self._recorder.warm_up(self._step)
+        if self._recorded is None:
+            self._recorded = capture_or_warn(self._recorder, self._step, self._what)
+            if self._recorded is None:
+                self._recorder = None
+                return self._step()
+        self._recorded.replay()
+        return self._recorded.output
+
+
 def recorder(device: torch.device, keeps_memory: bool) -> Recorder | None:
     """Return a recorder of a device, or None if the device has no graphs; keeps_memory: see `CudaRecorder`."""
     return CudaRecorder(device, keeps_memory) if device.type == "cuda" else None

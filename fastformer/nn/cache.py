@@ -272,6 +272,16 @@ class StaticKVCache(KVCache):
             layer_cache.grow(capacity)
         self.capacity = capacity
 
+    def gather(self, rows: Tensor) -> None:
+        """Reorder as `reorder` does among the hypotheses of a sentence, by int64 `[R]` on the device, not checked.
+
+        A CUDA graph can capture it: it copies all rows, whether they move or not.
+        """
+        for layer_cache in self.layers:
+            for x in (layer_cache.keys, layer_cache.values):
+                x.copy_(x.index_select(0, rows))
+        self.lengths.copy_(self.lengths.index_select(0, rows))
+
     def write(self, count: int, layout: Layout | None) -> KVWrite:
         if readable(self.lengths):
             end = self.lengths.max() + count if layout is None else (self.lengths + layout.lengths).max()

@@ -1,9 +1,12 @@
-"""Run folders that several files of tests read and do not change."""
+"""Run folders that several files of tests read and do not change, and a stand-in for CUDA graphs of decoding."""
 
 from pathlib import Path
 
 import pytest
 import torch
+
+from fastformer.apps.models import decoding
+from tests.support.recorded_steps import TapeRecorder, taped
 
 LINES = [" ".join(f"w{(i * k) % 7}" for k in range(1, 2 + i % 5)) for i in range(40)]
 
@@ -31,3 +34,9 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     save_run(folder / "classification", SequenceClassifier(classifier), tokenizer, labels=labels, max_length=9)
     (folder / "lines").write_text("".join(f"{line}\n" for line in LINES))
     return folder
+
+
+@pytest.fixture
+def tape(monkeypatch: pytest.MonkeyPatch) -> TapeRecorder:
+    """Let loops of decoding replay a tape on a CPU, where they may use CUDA graphs."""
+    return taped(monkeypatch, decoding)

@@ -6,14 +6,20 @@ import pytest
 import torch
 
 import fastformer
+from fastformer.apps.language.sampling import SamplingOptions, sample
+from fastformer.apps.models import decoding
+from fastformer.apps.models.sampling import RandomStreams
+from fastformer.apps.translation.beams import Beams
 from fastformer.apps.translation.model import TranslationModel, translation_loss
 from fastformer.apps.translation.search import SearchOptions, beam_search, greedy_search
 from fastformer.apps.translation.state import DecoderState
+from fastformer.host.cuda_graphs import ReplayedStep, recorder
 from tests.support.closeness import assert_close, gradients
 from tests.support.fused_op import DEVICE
 from tests.support.gpu import MARKS, captured, counted_captures, no_host_sync
+from tests.support.language_task import random_model as random_language_model
 from tests.support.recorded_steps import steps_of_both
-from tests.support.translation_task import BOS, config, random_batch, random_model, reverse_batch
+from tests.support.translation_task import config, random_batch, random_model, reverse_batch
 from tests.support.uncached_search import RAGGED, sources
 
 pytestmark = MARKS
@@ -110,7 +116,9 @@ def test_replayed_steps_are_the_growing_ones(dtype, norm_first, backend, capture
     """With rows that are reordered and leave."""
     model = gpu_model(dtype, norm_first=norm_first)
     with fastformer.backend(backend):
-        for static, growing in steps_of_both(model, RAGGED, 40, hypotheses=2, leave_at=(3, 14)):
+        for static, growing in steps_of_both(
+            model, RAGGED, 40, recorder(torch.device(DEVICE), keeps_memory=True), hypotheses=2, leave_at=(3, 14)
+        ):
             error = (static.float() - growing.float()).norm() / growing.float().norm()
             assert float(error) <= TOLERANCE[dtype]
     assert len(captures) == 3
@@ -131,17 +139,40 @@ def test_searches_find_the_same(find, rules, captures):
     assert captures
 
 
+@pytest.mark.parametrize("options", [{}, {"temperature": 0}], ids=str)
+def test_generation_writes_the_same_texts(options, captures, monkeypatch):
+    """With texts that end, windows that slide, and rows that leave."""
+    monkeypatch.setattr(decoding, "IDLE_ROWS", 20)
+    model = random_language_model(1, output_bias=True).double().cuda()
+    prompts = [[2], [2, 5, 6, 7], [2, 9, 10, 11, 12]] * 4
+
+    def texts(**graphs):
+        written = SamplingOptions(seed=1, max_new_tokens=40, **options, **graphs)
+        return list(sample(model, prompts, written, 12, RandomStreams(1)))
+
+    assert texts() == texts(cuda_graphs=False)
+    assert captures
+
+
 @torch.inference_mode()
 def test_a_replayed_step_waits_for_nothing(captures):
     source, lengths = sources(RAGGED)
-    state = DecoderState(gpu_model(), source.cuda(), lengths, longest=40)
-    ids = torch.full((len(RAGGED),), BOS, device="cuda")
+    model, N = gpu_model(), 3
+    state = DecoderState(model, source.cuda(), lengths, N, longest=40)
+    options = SearchOptions(beam=N, min_length=30, no_repeat_ngram=2)
+    beams = Beams(torch.full_like(lengths, 40), N, model.config, options, source.cuda().device, 40)
+
+    def run():
+        beams.advance(state.step(beams.ids))
+        state.cache.gather(beams.parents)
+
+    step = ReplayedStep(recorder(torch.device("cuda"), keeps_memory=True), run, "decoding")
     for _ in range(3):
-        state.step(ids)
+        step()
     assert len(captures) == 1
     with no_host_sync():
         for _ in range(10):
-            state.step(ids)
+            step()
 
 
 def test_a_capture_that_fails_leaves_everything_usable(captures, monkeypatch):
@@ -149,14 +180,14 @@ def test_a_capture_that_fails_leaves_everything_usable(captures, monkeypatch):
     source, lengths = sources(RAGGED)
     source = source.cuda()
     expected = greedy_search(model, source, lengths, SearchOptions(beam=1, cuda_graphs=False))
-    forward = DecoderState._logits
+    forward = DecoderState.step
 
-    def waiting(self, ids, positions, length):
+    def waiting(self, ids):
         assert int(ids[0]) >= 0
-        return forward(self, ids, positions, length)
+        return forward(self, ids)
 
     with monkeypatch.context() as patch:
-        patch.setattr(DecoderState, "_logits", waiting)
+        patch.setattr(DecoderState, "step", waiting)
         with pytest.warns(RuntimeWarning, match="goes on without CUDA graphs") as said:
             actual = greedy_search(model, source, lengths, SearchOptions(beam=1, cuda_graphs=True))
     assert len([w for w in said if "CUDA graphs" in str(w.message)]) == 1

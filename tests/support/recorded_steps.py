@@ -21,7 +21,7 @@ from torch.utils._pytree import tree_leaves
 from fastformer import modes
 from fastformer.apps.translation.model import TranslationModel
 from fastformer.apps.translation.state import DecoderState
-from fastformer.host.cuda_graphs import Recorded
+from fastformer.host.cuda_graphs import Recorded, Recorder, ReplayedStep
 from tests.support.translation_task import BOS
 from tests.support.uncached_search import sources
 
@@ -107,7 +107,7 @@ def read_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let no check look at values, as on a GPU."""
     readable = modes.readable
     for name, module in list(sys.modules.items()):
-        packages = ("fastformer.functional", "fastformer.nn", "fastformer.host")
+        packages = ("fastformer.functional", "fastformer.nn", "fastformer.host", "fastformer.apps.translation")
         if name.startswith(packages) and vars(module).get("readable") is readable:
             monkeypatch.setattr(module, "readable", lambda x: False)
 
@@ -121,11 +121,17 @@ def taped(monkeypatch: pytest.MonkeyPatch, module: ModuleType) -> TapeRecorder:
 
 
 def steps_of_both(
-    model: TranslationModel, lengths: list[int], steps: int, hypotheses: int = 1, leave_at: Collection[int] = ()
+    model: TranslationModel,
+    lengths: list[int],
+    steps: int,
+    recorder: Recorder,
+    hypotheses: int = 1,
+    leave_at: Collection[int] = (),
 ) -> Iterator[tuple[Tensor, Tensor]]:
     """Yield the logits of a static and of a growing state, step by step, for the same random tokens.
 
-    Hypotheses of a sentence change places after every step, and after the steps `leave_at` the first sentence leaves.
+    The static state's steps are replayed. Hypotheses of a sentence change places after every step, and after the steps
+    `leave_at` the first sentence leaves.
     """
     device = model.output.weight.device
     source, lengths_ = sources(lengths)
@@ -133,17 +139,25 @@ def steps_of_both(
     static, growing = DecoderState(*arguments, longest=steps), DecoderState(*arguments)
     generator = torch.Generator().manual_seed(1)
     B, N = len(lengths), hypotheses
-    ids = torch.full((B * N,), BOS)
+    fed, parents = torch.full((B * N,), BOS, device=device), torch.arange(B * N, device=device)
+
+    def run() -> Tensor:
+        static.cache.gather(parents)
+        return static.step(fed)
+
+    replayed = ReplayedStep(recorder, run, "decoding")
     for t in range(steps):
-        fed = ids.to(device)
-        yield static.step(fed), growing.step(fed)
-        if N > 1:
-            swap = torch.cat([torch.randint(b * N, b * N + N, (N,), generator=generator) for b in range(B)]).to(device)
-            static.cache.reorder(swap)
-            growing.cache.reorder(swap)
+        yield replayed(), growing.step(fed)
+        swap = torch.cat([torch.randint(b * N, b * N + N, (N,), generator=generator) for b in range(B)]).to(device)
+        growing.cache.reorder(swap)
         if t in leave_at:
+            static.cache.reorder(swap)
             stay = torch.arange(1, B, device=device)
             static.keep(stay)
             growing.keep(stay)
             B -= 1
-        ids = torch.randint(4, 17, (B * N,), generator=generator)
+            fed, parents = fed[: B * N].clone(), torch.arange(B * N, device=device)
+            replayed.reset()
+        else:
+            parents.copy_(swap)
+        fed.copy_(torch.randint(4, 17, (B * N,), generator=generator))

@@ -20,12 +20,15 @@ import torch
 from torch import Tensor
 
 from fastformer.apps.language.model import LanguageModel
+from fastformer.apps.models import decoding
 from fastformer.apps.models.common import check_tokenizer
+from fastformer.apps.models.decoding import recorder_of
 from fastformer.apps.models.sampling import RandomStreams, choose_ids
 from fastformer.apps.plots.attention_maps import AttentionMaps, attend_ids
 from fastformer.apps.settings import Settings, setting
 from fastformer.apps.text import Tokenizer
 from fastformer.apps.text.files import check_texts
+from fastformer.host.cuda_graphs import Recorder, ReplayedStep
 from fastformer.host.devices import device_of, send, widest_dtype
 from fastformer.packing import Layout
 from fastformer.settings import check_value
@@ -54,6 +57,9 @@ class SamplingOptions(Settings):
     seed: int | None = setting(None, "random seed; unset: another text each time", at_least=0, only=_DRAWN)
     stop_at_eos: bool = setting(True, "end at the end token; otherwise it is an end of line, and the text continues")
     allow_unk: bool = setting(False, "allow the unknown token")
+    cuda_graphs: bool | None = setting(
+        None, "replay each step as a CUDA graph, which needs a CUDA GPU; unset: on such a GPU, if memory allows"
+    )
 
     @property
     def draws(self) -> str:
@@ -68,6 +74,7 @@ class LanguageState:
         model: call `.eval()` first; the mode (train or eval) is not changed.
         prompts: ids of each row, at least one.
         context: the most tokens that a row reads, see the window rule above.
+        recorder: steps are replayed as CUDA graphs of it. The cache then holds `context` tokens a row from the start.
 
     Attributes:
         logits: `[B, V]`, of the token after each prompt.
@@ -77,36 +84,53 @@ class LanguageState:
         RuntimeError: a layer, or attention in it, has hooks or a class that fastformer does not know.
     """
 
-    def __init__(self, model: LanguageModel, prompts: Sequence[Sequence[int]], context: int) -> None:
+    def __init__(
+        self, model: LanguageModel, prompts: Sequence[Sequence[int]], context: int, recorder: Recorder | None = None
+    ) -> None:
         _check_context(model, context)
         if not prompts or not all(prompts):
             raise ValueError("prompts must hold at least one prompt, and each at least one id")
-        self.model, self.context = model, context
+        self.model, self.context, self.fixed = model, context, recorder is not None
         self.windows = [list(ids[-context:]) for ids in prompts]  # what each row has read
-        self.cache = model.decoder.new_cache(len(prompts), longest=context)
+        self.cache = model.decoder.new_cache(len(prompts), **{"capacity" if self.fixed else "longest": context})
         hidden, layout = self._read(self.windows)
         self.logits = model.logits(hidden.index_select(0, layout.offsets[1:] - 1))
+        self._ids = torch.zeros(len(prompts), dtype=torch.int64, device=hidden.device)
+        self._replayed = ReplayedStep(recorder, self._step, "generation")
 
     def step(self, ids: Tensor) -> Tensor:
-        """Feed the next token of each row, int64 `[B]`; return the logits of the one after, `[B, V]`."""
+        """Feed the next token of each row, int64 `[B]`; return the logits of the one after, `[B, V]`.
+
+        With a recorder, the next step may overwrite the logits.
+        """
         full = [len(window) == self.context for window in self.windows]
         if any(full):
             self._slide(full)
-        lengths = self.cache.lengths  # int64 [B], on the CPU
-        (positions,) = send(ids.device, lengths)
-        x = self.model.embedding(ids[:, None], positions[:, None], int(lengths.max()) + 1)  # [B, 1, D]
         for window, token in zip(self.windows, ids.tolist(), strict=True):
             window.append(token)
+        self._ids.copy_(ids)
+        return self._replayed()  # type: ignore[no-any-return]
+
+    def _step(self) -> Tensor:
+        """Compute the step that feeds `_ids`."""
+        positions, end = self.cache.lengths, self.context
+        if not self.fixed:  # the lengths are on the CPU
+            end = int(positions.max()) + 1
+            (positions,) = send(self._ids.device, positions)
+        x = self.model.embedding(self._ids[:, None], positions[:, None], end)  # [B, 1, D]
         return self.model.logits(self.model.decoder.step(x, self.cache)[:, 0])
 
     def keep(self, rows: Tensor) -> None:
         """Keep these rows only, int64, ascending."""
         self.windows = [self.windows[row] for row in rows.tolist()]
         self.cache.keep(rows)
+        self._ids = self._ids[: len(self.windows)]
+        self._replayed.reset()
 
     def _slide(self, full: Sequence[bool]) -> None:
         """Drop the first tokens of full rows and read the rest again; see the window rule above."""
-        self.cache.crop(self.cache.lengths.masked_fill(torch.tensor(full, device="cpu"), 0))
+        sizes = [0 if each else len(window) for window, each in zip(self.windows, full, strict=True)]
+        self.cache.crop(torch.tensor(sizes, device="cpu"))
         first = self.context - self.context // 2
         self.windows = [window[first:] if each else window for window, each in zip(self.windows, full, strict=True)]
         if self.context > 1:
@@ -158,22 +182,29 @@ def sample(
     special = {c.pad_id, c.bos_id} - {c.eos_id}
     if unk_id is not None and not options.allow_unk:
         special.add(unk_id)
-    state = LanguageState(model, prompts, context)
+    _check_context(model, context)
+    # A row never reads more than its prompt and what follows, of which the last token is not read.
+    context = min(context, max(map(len, prompts), default=1) + options.max_new_tokens - 1)
+    recorder = recorder_of(model, c.layers, len(prompts) * context, options.cuda_graphs)
+    state = LanguageState(model, prompts, context, recorder)
     logits, active = state.logits, list(enumerate(streams.take(prompts)))
+    ended, idle_rows = set[int](), 0  # rows of `active` that have ended; how many, summed over steps
     for t in range(options.max_new_tokens):
         drawn = [stream.random() for _, stream in active]
         (uniform,) = send(logits.device, torch.tensor(drawn, dtype=widest_dtype(logits.device), device="cpu"))
         forbidden = special | ({c.eos_id} if t < options.min_new_tokens else set())
         ids = choose_ids(logits, options, uniform, sorted(forbidden))
         chosen = ids.tolist()
-        yield [(index, i) for (index, _), i in zip(active, chosen, strict=True)]
-        rows = [row for row, i in enumerate(chosen) if not (options.stop_at_eos and i == c.eos_id)]
-        if not rows or t + 1 == options.max_new_tokens:
+        yield [(active[row][0], i) for row, i in enumerate(chosen) if row not in ended]
+        ended |= {row for row, i in enumerate(chosen) if options.stop_at_eos and i == c.eos_id}
+        if len(ended) == len(active) or t + 1 == options.max_new_tokens:
             return
-        if len(rows) < len(chosen):
+        idle_rows += len(ended)
+        if ended and (recorder is None or idle_rows > decoding.IDLE_ROWS):
+            rows = [row for row in range(len(active)) if row not in ended]
             (unfinished,) = send(ids.device, torch.tensor(rows, device="cpu"))
             state.keep(unfinished)
-            ids, active = ids[unfinished], [active[row] for row in rows]
+            ids, active, ended, idle_rows = ids[unfinished], [active[row] for row in rows], set(), 0
         logits = state.step(ids)
 
 

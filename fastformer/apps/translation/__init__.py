@@ -1,5 +1,6 @@
 """Translation: the model, cached greedy and beam search, the translator, and training runs."""
 
+from fastformer.apps.translation.beams import Hypothesis
 from fastformer.apps.translation.model import TranslationConfig, TranslationModel, corpus_loss, translation_loss
 from fastformer.apps.translation.run import (
     DataConfig,
@@ -8,7 +9,7 @@ from fastformer.apps.translation.run import (
     load_translator,
     read_corpora,
 )
-from fastformer.apps.translation.search import Hypothesis, SearchOptions, beam_search, greedy_search
+from fastformer.apps.translation.search import SearchOptions, beam_search, greedy_search
 from fastformer.apps.translation.translator import SentenceAttention, Translation, Translator, attend
 
 __all__ = [

@@ -1,0 +1,42 @@
+"""Generation from CUDA graphs: a tape that repeats steps writes the same texts as steps that grow the cache."""
+
+import pytest
+import torch
+
+from fastformer.apps.language.sampling import LanguageState, SamplingOptions
+from fastformer.apps.models import decoding
+from tests.apps.language.test_sampling import PROMPTS, eager_model, texts
+from tests.apps.language.test_window import VARIANTS, random_tokens
+from tests.support.language_task import random_model
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+@torch.inference_mode()
+def test_replayed_steps_are_the_growing_ones(variant, tape):
+    """Rows slide at different times, and one leaves; the graph of before a slide serves after it."""
+    model = random_model(1, **VARIANTS[variant]).double()
+    fixed, growing = LanguageState(model, PROMPTS, 8, tape), LanguageState(model, PROMPTS, 8)
+    rows = torch.arange(4)
+    for t, ids in enumerate(random_tokens(4, 25)):
+        if t == 11:
+            rows = torch.tensor([0, 2, 3])
+            for state in (fixed, growing):
+                state.keep(rows)
+        torch.testing.assert_close(fixed.step(ids[rows]), growing.step(ids[rows]), atol=1e-12, rtol=0)
+    assert (tape.warmed_up, tape.captured, tape.replayed) == (2, 2, 25 - 2)
+
+
+@pytest.mark.parametrize("options", [{}, {"temperature": 0, "min_new_tokens": 3}, {"stop_at_eos": False}], ids=str)
+@pytest.mark.parametrize("idle_rows", [3, 10**6])
+def test_texts_are_the_same(options, idle_rows, tape, monkeypatch):
+    """Also after texts have ended, whose rows leave once they have cost as much as a new graph, or never."""
+    monkeypatch.setattr(decoding, "IDLE_ROWS", idle_rows)
+    model = eager_model(1.0).double()
+    options = SamplingOptions(seed=1, max_new_tokens=30, **options)
+    expected = texts(model, PROMPTS * 2, options)
+    assert not tape.replayed
+    monkeypatch.setattr(decoding, "memory_for_graphs", lambda device: 1 << 40)
+    assert texts(model, PROMPTS * 2, options) == expected
+    ends = len({len(text) for text in expected}) > 1
+    assert tape.replayed
+    assert (tape.captured > 1) == (ends and idle_rows == 3)

@@ -25,11 +25,13 @@ from benchmarks.harness.clock import Call
 from benchmarks.harness.lengths import VOCABULARY, random_pairs
 from benchmarks.host import null_driver
 from fastformer import functional
+from fastformer.apps.models import decoding
 from fastformer.apps.text import Batch, collate
 from fastformer.apps.train import Processes, TrainConfig
 from fastformer.apps.train.graphs import GraphedUpdate
 from fastformer.apps.train.update import Update
 from fastformer.apps.translation.model import TranslationConfig, TranslationModel, translation_loss
+from fastformer.apps.translation.search import SearchOptions, beam_search
 from fastformer.host.cuda_graphs import Recorder
 from fastformer.packing import Layout
 
@@ -129,6 +131,25 @@ def _step_pairs() -> list[Pair]:
     ]
 
 
+def _search_pairs() -> list[Pair]:
+    """Return greedy searches of 25 tokens for 128 sentences, whose steps replay CUDA graphs, and the same without."""
+    config = TranslationConfig(VOCABULARY, VOCABULARY, d_model=D, heads=H, feed_forward=64)
+    model, lengths = TranslationModel(config).eval(), torch.full((128,), 4)
+    source = torch.randint(4, VOCABULARY, (4 * 128,))
+    vars(decoding)["recorder"] = lambda device, keeps_memory: null_driver.NullRecorder()
+
+    def search(cuda_graphs: bool) -> Call:
+        options = SearchOptions(beam=1, max_ratio=0.0, max_extra=25, min_length=25, cuda_graphs=cuda_graphs)
+
+        def run() -> None:
+            with fastformer.backend("reference"):  # computes: a search reads scores
+                beam_search(model, source, lengths, options)
+
+        return run
+
+    return [("greedy search, graphs; no graphs", search(True), search(False))]
+
+
 def _trainer_step(model: TranslationModel, batch: Batch, recorder: Recorder | None) -> Call:
     """Return the trainer's step: the batch to the device, loss, gradients, their norm, clipping and AdamW."""
     arguments = model, partial(translation_loss, label_smoothing=0.1), TrainConfig(steps=1), Processes()
@@ -160,7 +181,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     fastformer.set_backend("triton")
     torch.manual_seed(0)
     torch.set_num_threads(1)
-    pairs = [pair for call in _calls() for pair in _op_pairs(*call)] + _step_pairs()
+    pairs = [pair for call in _calls() for pair in _op_pairs(*call)] + _step_pairs() + _search_pairs()
     print(f"{'us a call':<36} {'ours':>8} {'torch':>8} {'ratio':>6}")
     for name, *calls in pairs:
         if options.only in name:

@@ -126,7 +126,7 @@ class Beams:
         self._prefixes.index_copy_(2, self._length, tokens[..., None])
         self._totals.copy_(torch.where(continues, totals, -math.inf))
         self.ids.copy_(torch.where(continues, tokens, eos)[:, 0])
-        self._set_status(running, totals, (at_limit | finishes)[:, 0])
+        self._set_status(running, totals, (at_limit | ~continues)[:, 0])
 
     def _continue(self, values: Tensor, parents: Tensor, tokens: Tensor) -> None:
         """Continue or end hypotheses by the candidates `[B, C]`: their log probability, prefix, and token."""
@@ -134,10 +134,8 @@ class Beams:
         possible = (values > -math.inf) & running
         ends = tokens == self.config.eos_id
         # Candidates among the best N that end compete with those that ended before; the best N others continue.
-        ended = possible & ends
+        ended, continues = possible & ends, possible & ~ends
         ended[:, N:] = False
-        continues = possible & ~ends
-        continues &= continues.cumsum(1) <= N
         prefixes = _of_each(self._prefixes, parents)  # [B, C, L]
         prefixes.index_copy_(2, self._length, tokens[..., None])
         divisor = self._divisors.index_select(0, self._length)
@@ -159,10 +157,9 @@ class Beams:
         self._prefixes.copy_(_of_each(prefixes, order))
         self.ids.copy_(tokens.gather(1, order).masked_fill_(missing, self.config.eos_id).flatten())
         first_rows = torch.arange(0, self.parents.numel(), N, device=parents.device)[:, None]
-        self.parents.copy_((parents.gather(1, order).masked_fill_(missing, 0) + first_rows).flatten())
-        worst = self._scores[:, -1]
-        bound = self._totals[:, 0] / divisor  # of what the best unfinished hypothesis scores
-        self._set_status(running, values, at_limit | ((worst > -math.inf) & (bound <= worst)))
+        self.parents.copy_((parents.gather(1, order) + first_rows).flatten())
+        # Done, too, if nothing continues. With fewer than N finished hypotheses the worst score is -inf.
+        self._set_status(running, values, at_limit | (self._totals[:, 0] / divisor <= self._scores[:, -1]))
 
     def _set_status(self, running: Tensor, values: Tensor, done: Tensor) -> None:
         """Update the status of sentences that run `[B, 1]`, by the log probability of candidates `[B, C]`."""

@@ -2,6 +2,7 @@
 
 import itertools
 import math
+import sys
 
 import pytest
 import torch
@@ -169,7 +170,11 @@ def test_nothing_left_to_say_ends_the_sentence():
 
 @pytest.mark.parametrize("search", [greedy_search, beam_search])
 @pytest.mark.parametrize("trained", [False, True])
-def test_a_sentence_does_not_depend_on_its_batch(search, trained):
+@pytest.mark.parametrize("leave", [True, False])
+def test_a_sentence_does_not_depend_on_its_batch(search, trained, leave, monkeypatch):
+    """Whether sentences that are done leave it or not."""
+    if not leave:
+        monkeypatch.setattr(sys.modules[search.__module__], "_RUNNING", 0)
     model = reversing_model() if trained else random_model(12).double()
     source, lengths = sources([4, 1, 7, 2, 6, 6, 3, 1, 5], vocabulary=12)
     rows = rows_of(source, lengths)

@@ -133,9 +133,9 @@ def _step_pairs() -> list[Pair]:
 
 def _search_pairs() -> list[Pair]:
     """Return greedy searches of 25 tokens for 128 sentences, whose steps replay CUDA graphs, and the same without."""
-    config = TranslationConfig(VOCABULARY, VOCABULARY, d_model=D, heads=H, feed_forward=64)
+    config = TranslationConfig(64, 64, d_model=D, heads=H, feed_forward=64)
     model, lengths = TranslationModel(config).eval(), torch.full((128,), 4)
-    source = torch.randint(4, VOCABULARY, (4 * 128,))
+    source = torch.randint(4, 64, (4 * 128,))
     vars(decoding)["recorder"] = lambda device, keeps_memory: null_driver.NullRecorder()
 
     def search(cuda_graphs: bool) -> Call:

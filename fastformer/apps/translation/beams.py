@@ -50,7 +50,7 @@ class Beams:
         config: of the model.
         options: of the search.
         device: of the model.
-        capacity: L at first, the number of tokens that hypotheses have room for.
+        capacity: L at first, the number of tokens that a hypothesis can hold.
 
     Attributes:
         ids: int64 `[R]`, the last token of each row, which the model reads next.
@@ -85,7 +85,7 @@ class Beams:
         self.reserve(capacity)
 
     def reserve(self, capacity: int) -> None:
-        """Make room for at least `capacity` tokens."""
+        """Let hypotheses hold at least `capacity` tokens."""
         if capacity <= self.capacity:
             return
         self.capacity = max(capacity, 2 * self.capacity)
@@ -117,12 +117,12 @@ class Beams:
         ends = tokens == eos
         at_limit = (self._limits == self._length + 1)[:, None]
         finishes, continues = possible & (ends | at_limit), possible & ~ends
-        for kept, new in (
+        for finished, new in (
             (self._scores, totals),
             (self._finished_totals, totals),
             (self._finished_lengths, self._length + 1 - ends.long()),
         ):
-            kept.copy_(torch.where(finishes, new, kept))
+            finished.copy_(torch.where(finishes, new, finished))
         self._prefixes.index_copy_(2, self._length, tokens[..., None])
         self._totals.copy_(torch.where(continues, totals, -math.inf))
         self.ids.copy_(torch.where(continues, tokens, eos)[:, 0])
@@ -145,12 +145,12 @@ class Beams:
             scores = torch.where(finishes, values / divisor, -math.inf)
             scores, best = torch.cat([self._scores, scores], 1).sort(dim=1, descending=True, stable=True)
             self._scores.copy_(scores[:, :N])
-            for kept, new in (
+            for finished, new in (
                 (self._finished_totals, values),
                 (self._finished_lengths, self._length + 1 - ends.long()),
                 (self._finished, prefixes),
             ):
-                kept.copy_(_of_each(torch.cat([kept, new], 1), best[:, :N]))
+                finished.copy_(_of_each(torch.cat([finished, new], 1), best[:, :N]))
         order = (~continues).byte().sort(dim=1, stable=True).indices[:, :N]
         missing = ~continues.gather(1, order)
         self._totals.copy_(values.gather(1, order).masked_fill_(missing, -math.inf))

@@ -25,7 +25,7 @@ from fastformer.packing import lengths_of
 
 # Sentences leave the batch once an eighth of it has finished, because each removal copies the cache.
 _RUNNING = 7 / 8
-_FIRST_CAPACITY = 32  # tokens that hypotheses have room for at first
+_FIRST_CAPACITY = 32  # tokens that a hypothesis can hold at first
 _UNLIMITED = 1 << 31  # tokens
 _HIGHEST_POWER = 30  # a double holds (2 ** 31) ** 30
 _BEAM, _SAMPLE = {"search": "a beam above 1"}, {"sample": True}

@@ -189,18 +189,21 @@ def launch(kernel: Any, grid: tuple[int, ...], *args: Any, **options: Any) -> An
 
 def _start(compiled: Any, grid: tuple[int, int, int], stream: int, values: Iterable[Any]) -> None:
     """Launch a compiled kernel."""
-    hooks = knobs.runtime.launch_enter_hook, knobs.runtime.launch_exit_hook
-    if any(getattr(hook, "calls", hook) for hook in hooks):
+    before, after = knobs.runtime.launch_enter_hook, knobs.runtime.launch_exit_hook
+    if getattr(before, "calls", before) or getattr(after, "calls", after):
         compiled[grid](*values)  # calls the launch hooks of profilers
     else:
         compiled.run(*grid, stream, compiled.function, compiled.packed_metadata, None, None, None, *values)
 
 
-def repeat(launched: list[Launch]) -> None:
-    """Repeat launches, each with its values."""
+def repeat(launches: Iterable[tuple[Launch, list[tuple[int, int]]]], slots: list[Any]) -> None:
+    """Repeat launches whose values at (index, slot) are those of `slots`."""
     device = driver.active.get_current_device()
     stream = driver.active.get_current_stream(device)
-    for compiled, grid, values in launched:
+    for (compiled, grid, values), places in launches:
+        values = values.copy()
+        for place, slot in places:
+            values[place] = slots[slot]
         _start(compiled, grid, stream, values)
 
 

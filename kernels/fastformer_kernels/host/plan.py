@@ -37,13 +37,7 @@ class _Plan(NamedTuple):
         slots = list(args)
         for size, stride, dtype in self.allocations:
             slots.append(torch.empty_strided(size, stride, dtype=dtype, device=device))
-        launched = []
-        for (compiled, grid, values), places in self.launches:
-            values = values.copy()
-            for place, slot in places:
-                values[place] = slots[slot]
-            launched.append(Launch(compiled, grid, values))
-        repeat(launched)
+        repeat(self.launches, slots)
         return slots[self.result] if isinstance(self.result, int) else tuple([slots[slot] for slot in self.result])
 
 

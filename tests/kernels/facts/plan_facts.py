@@ -161,7 +161,7 @@ def main() -> None:
     inside = False
     repeated: list[Any] = []
     repeat = plan.repeat
-    plan.repeat = lambda launched: (repeated.append(launched), repeat(launched))[1]
+    plan.repeat = lambda launches, slots: (repeated.append(launches), repeat(launches, slots))[1]
 
     def run(call: Any, args: tuple[Any, ...], binds: bool) -> tuple[list[Any], list[Any]]:
         _log.clear()

@@ -101,6 +101,31 @@ def test_no_such_row_is_not_a_number():
     assert out.isnan().all(1).tolist() == [False, True, True, False]
 
 
+@pytest.mark.parametrize(("tokens", "V"), [(3, 2), (8, 1), (9, 1), (41, 1), (40, 7), (64, 3)])
+@pytest.mark.parametrize("dropout_p", [0.0, 0.4])
+def test_words_that_span_pieces(tokens, V, dropout_p, monkeypatch):
+    """Of 4 tokens: words within one, across two and many, and from the first place to the last; one of them common."""
+    kernels = pytest.importorskip("fastformer_kernels.embedding.kernels")
+    monkeypatch.setattr(kernels, "PIECE", 4)
+    ids = torch.randint(V, (tokens,), device=DEVICE)
+    ids[torch.rand(tokens, device=DEVICE) < 0.5] = V // 2
+    weight = torch.ones(V, 11, device=DEVICE, requires_grad=True)
+    out = embedding(ids, weight, scale=3.0, dropout_p=dropout_p)
+    dout = torch.randn_like(out)
+    (actual,) = torch.autograd.grad(out, weight, dout)
+    expected = torch.zeros(V, 11, dtype=torch.float64, device=DEVICE).index_add_(0, ids, (dout * out.detach()).double())
+    # Sums of up to 64 products, each of two roundings.
+    assert_close(actual, expected.float(), roundings=tokens + 2)
+
+
+def test_gradients_of_no_such_row_are_ignored():
+    kernels = pytest.importorskip("fastformer_kernels.embedding.kernels")
+    ids = torch.tensor([0, 3, -1, 2, 2], device=DEVICE)
+    dout = torch.ones(5, 6, device=DEVICE)
+    weight = kernels.backward(dout, ids, None, 3, 1.0, 0.0, torch.float32)
+    assert weight.tolist() == [[1.0] * 6, [0.0] * 6, [2.0] * 6]
+
+
 def test_dropout_forward_and_backward_agree():
     # Two tiles of rows and two of columns.
     p, scale = 0.25, 3.0
@@ -127,9 +152,13 @@ def test_only_wanted_gradients(monkeypatch):
         given = [weight.detach(), table.detach()]
         given[index].requires_grad_()
         calls = []
-        monkeypatch.setattr(fused, "_dense", lambda *x, calls=calls: calls.append(x) or torch.zeros_like(x[2]))
+        summed = fused._embedding_backward
+        monkeypatch.setattr(
+            fused, "_embedding_backward", lambda *x, calls=calls, summed=summed: calls.append(x) or summed(*x)
+        )
         embedding(ids, given[0], given[1], positions, dropout_p=0.5).sum().backward()
-        assert [x[2].shape for x in calls] == [given[index].shape]
+        monkeypatch.undo()
+        assert [x[3] for x in calls] == [given[index].shape[0]]
 
 
 def test_rows_share_no_dropout_mask():

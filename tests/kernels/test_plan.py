@@ -17,8 +17,9 @@ pytest.importorskip("triton")
 from fastformer_kernels.host import plan
 
 CASES = 2  # a launcher, of benchmarks/codegen/cases, each with dozens of variants
-# Their chunks are matrix products.
+# Chunks of the output loss are matrix products.
 UNPLANNED = {"linear_cross_entropy.kernels.forward", "linear_cross_entropy.kernels.backward"}
+UNPLANNED |= {"embedding.kernels.backward"}  # sorts the tokens
 
 
 def facts_of(program: str, *arguments: str) -> Any:
@@ -128,7 +129,7 @@ def compilations():
 def test_every_form_is_launched_at_every_length(compilations):
     assert len(compilations["launches"]) == 21
     assert all(launches >= 2 * 29 for launches in compilations["launches"].values()), compilations["launches"]
-    assert len(compilations["kernels"]) == 26
+    assert len(compilations["kernels"]) == 27
 
 
 @pytest.mark.slow

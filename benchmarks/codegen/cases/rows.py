@@ -156,7 +156,7 @@ def embedding_cases() -> Cases:
         inputs = (ids, meta(V, width, dtype=dtype), *positions, seed, 22.6, dropout_p)
         yield f"{name}{' positions' if has_positions else ''} forward", partial(embedding.embedding, *inputs)
         dout = meta(M, width, dtype=dtype)
-        yield f"{name} backward", partial(embedding.scaled_gradient, dout, seed, 22.6, dropout_p)
+        yield f"{name} backward", partial(embedding.backward, dout, ids, seed, V, 22.6, dropout_p, dtype)
 
 
 def rotary_cases() -> Cases:

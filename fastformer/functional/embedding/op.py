@@ -1,7 +1,7 @@
 """Embedding, dropout(scale * weight[ids] + table[positions]): op, checks, reference, registration, autograd Function.
 
-Backward applies the dropout mask and the scale to the gradient in one pass, and adds up the rows of each word with
-torch's `embedding_dense_backward`, which is deterministic.
+Backward applies the dropout mask and the scale to the gradient, and adds up the rows of each word, always in the same
+order.
 
 Letters: D model width, P positions, V vocabulary.
 """
@@ -99,20 +99,12 @@ _embedding = define(
     "embedding.kernels.embedding",
     _embedding_fake,
 )
-_scaled_gradient = define(
-    "embedding_scaled_gradient(Tensor dout, Tensor? seed, float scale, float dropout_p) -> Tensor",
-    "embedding.kernels.scaled_gradient",
-    lambda dout: dout.new_empty(dout.shape),
+_embedding_backward = define(
+    "embedding_backward(Tensor dout, Tensor ids, Tensor? seed, int rows, float scale, float dropout_p, "
+    "ScalarType dtype) -> Tensor",
+    "embedding.kernels.backward",
+    lambda dout, rows, dtype: dout.new_empty((rows, dout.shape[-1]), dtype=dtype),
 )
-
-
-def _dense(dout: Tensor, ids: Tensor, matrix: Tensor, seed: Tensor | None, scale: float, dropout_p: float) -> Tensor:
-    """Return the gradient of a matrix from the gradient of dropout(scale * matrix[ids])."""
-    if seed is not None or scale != 1.0:
-        dout = _scaled_gradient(dout, seed, scale, dropout_p)
-    # -1: no row is padding, False: rows count as often as they occur.
-    gradient = torch.ops.aten.embedding_dense_backward(dout, ids, matrix.shape[0], -1, False)
-    return gradient.to(matrix.dtype)  # type: ignore[no-any-return]
 
 
 class _Embedding(torch.autograd.Function):
@@ -133,8 +125,10 @@ class _Embedding(torch.autograd.Function):
         if twice("embedding", ctx.formula, seed):
             return *plain_gradients(ctx.formula, (weight, table), ctx.needs_input_grad[:2], (dout,)), *(None,) * 6
         needs_weight, needs_table = ctx.needs_input_grad[:2]
-        return (
-            _dense(dout, ids, weight, seed, ctx.scale, ctx.dropout_p) if needs_weight else None,
-            _dense(dout, positions, table, seed, 1.0, ctx.dropout_p) if needs_table else None,
-            *(None,) * 6,
-        )
+        dweight = dtable = None
+        if needs_weight:
+            matrix = weight.shape[0], ctx.scale, ctx.dropout_p, weight.dtype
+            dweight = _embedding_backward(dout, ids, seed, *matrix)
+        if needs_table:
+            dtable = _embedding_backward(dout, positions, seed, table.shape[0], 1.0, ctx.dropout_p, table.dtype)
+        return dweight, dtable, *(None,) * 6

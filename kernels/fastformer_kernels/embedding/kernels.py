@@ -1,7 +1,6 @@
-"""dropout(scale * weight[id] + table[position]) in one pass, and the first step of its backward.
+"""dropout(scale * weight[id] + table[position]) in one pass, and its backward.
 
-Backward first applies dropout and scale to the gradient; torch's own kernel then sums it over the tokens of each word,
-in a fixed order.
+Backward sorts the tokens by their words, and adds up the gradients of each word in that order, in two kernels.
 """
 
 import torch
@@ -20,6 +19,9 @@ from fastformer_kernels.host.launch import (
     threshold_and_scale,
 )
 from fastformer_kernels.random import keep_tile
+from fastformer_kernels.sums import sum_rows
+
+PIECE = 128  # tokens that one program adds up at most
 
 
 @triton.jit
@@ -66,21 +68,78 @@ def embedding_kernel(
     tl.store(out_ptr + rows.to(tl.int64)[:, None] * N + columns[None, :], out, mask=inside)
 
 
-@kernel("N", anywhere=["seed_ptr"])
-def scaled_gradient_kernel(
-    dout_ptr, seed_ptr, dx_ptr, M, N, factor, threshold, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr
+@kernel("N", anywhere=["words_ptr", "tokens_ptr", "ends_ptr", "seed_ptr"])
+def embedding_backward_kernel(
+    dout_ptr,
+    words_ptr,
+    tokens_ptr,
+    ends_ptr,
+    seed_ptr,
+    dweight_ptr,
+    partials_ptr,
+    M,
+    N,
+    V,
+    factor,
+    threshold,
+    PIECE: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
 ):
-    """Compute one tile of dx = dout * factor, 0 where dropout dropped the element."""
-    rows = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
-    first_column = tl.program_id(1) * BLOCK_N
-    columns = first_column + tl.arange(0, BLOCK_N)
-    inside = (rows < M)[:, None] & (columns < N)[None, :]
-    at = rows.to(tl.int64)[:, None] * N + columns[None, :]
-    dx = tl.load(dout_ptr + at, mask=inside, other=0.0).to(tl.float32) * factor
-    if seed_ptr is not None:
-        keep = keep_tile(tl.load(seed_ptr), rows, first_column, 0, threshold, BLOCK_M, BLOCK_N)
-        dx = tl.where(keep, dx, 0.0)
-    tl.store(dx_ptr + at, dx, mask=inside)
+    """Add up the gradients of one word's tokens, from one place in the order of words to the end of the word or piece.
+
+    A piece is PIECE places of that order, so that a frequent word takes no program long. The program of a place works
+    if the word or a piece begins there. Words that end in the piece in which they begin are written to dweight. Of
+    other words, piece p writes row 2 p of the partial sums for the word that began before it, and row 2 p + 1 for the
+    word that begins in it.
+    """
+    first = tl.program_id(0)
+    word = tl.load(words_ptr + first)
+    begins = (first == 0) | (tl.load(words_ptr + tl.maximum(first - 1, 0)) != word)
+    if begins | (first % PIECE == 0):
+        word_end = tl.load(ends_ptr + first)
+        piece_end = (first // PIECE + 1) * PIECE
+        end = tl.minimum(word_end, piece_end)
+        first_column = tl.program_id(1) * BLOCK_N
+        columns = first_column + tl.arange(0, BLOCK_N)
+        total = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+        for start in range(first, end, BLOCK_M):
+            places = start + tl.arange(0, BLOCK_M)
+            tokens = tl.load(tokens_ptr + places, mask=places < end, other=0)
+            inside = (places < end)[:, None] & (columns < N)[None, :]
+            dout = tl.load(dout_ptr + tokens[:, None] * N + columns[None, :], mask=inside, other=0.0).to(tl.float32)
+            if seed_ptr is not None:
+                keep = keep_tile(tl.load(seed_ptr), tokens, first_column, 0, threshold, BLOCK_M, BLOCK_N)
+                dout = tl.where(keep, dout, 0.0)
+            total += dout
+        row = sum_rows(total, dout_ptr.dtype.element_ty) * factor
+        if begins & (word_end <= piece_end):
+            inside_matrix = (word >= 0) & (word < V)
+            tl.store(dweight_ptr + word.to(tl.int64) * N + columns, row, mask=(columns < N) & inside_matrix)
+        else:
+            partial = 2 * (first // PIECE) + begins.to(tl.int32)
+            tl.store(partials_ptr + partial.to(tl.int64) * N + columns, row, mask=columns < N)
+
+
+@kernel("N", anywhere=["words_ptr", "ends_ptr"])
+def embedding_join_kernel(
+    words_ptr, ends_ptr, partials_ptr, dweight_ptr, N, V, PIECE: tl.constexpr, BLOCK_N: tl.constexpr
+):
+    """Add up the partial sums of the word that begins in a piece and goes on in the next, if there is one."""
+    piece = tl.program_id(0)
+    first, last = piece * PIECE, (piece + 1) * PIECE - 1
+    word, word_end = tl.load(words_ptr + last), tl.load(ends_ptr + last)
+    begins = (first == 0) | (tl.load(words_ptr + tl.maximum(first - 1, 0)) != word)
+    if begins & (word_end > last + 1):
+        columns = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
+        partial_ptr = partials_ptr + (2 * piece + 1).to(tl.int64) * N + columns
+        total = tl.load(partial_ptr, mask=columns < N, other=0.0)
+        partial_ptr += N
+        for _ in range(piece + 1, (word_end + PIECE - 1) // PIECE):
+            total += tl.load(partial_ptr, mask=columns < N, other=0.0)
+            partial_ptr += 2 * N
+        inside_matrix = (word >= 0) & (word < V)
+        tl.store(dweight_ptr + word.to(tl.int64) * N + columns, total, mask=(columns < N) & inside_matrix)
 
 
 def tile(N: int) -> dict[str, int]:
@@ -136,26 +195,39 @@ def embedding(
     return out
 
 
-def scaled_gradient(dout: Tensor, seed: Tensor | None, scale: float, dropout_p: float) -> Tensor:
-    """Compute the gradient of weight[ids] from that of `embedding`: the same mask, and the scale.
+def backward(
+    dout: Tensor, ids: Tensor, seed: Tensor | None, rows: int, scale: float, dropout_p: float, dtype: torch.dtype
+) -> Tensor:
+    """Compute the gradient of weight, or of table with positions as ids, always adding up in the same order.
 
     Args:
         dout: `[..., D]`.
+        ids: int64 `[...]`; those out of range are ignored.
         seed, dropout_p: as given to `embedding`.
-        scale: as given to `embedding`; 1 for the gradient of table[positions].
+        rows: V, of the gradient.
+        scale: as given to `embedding`; 1 for the table.
+        dtype: of the gradient.
 
     Returns:
-        Of dout's shape and dtype.
+        `[V, D]`.
     """
+    N, M = dout.shape[-1], ids.numel()
+    dweight = dout.new_zeros((rows, N), dtype=dtype)
+    if dout.numel() == 0:
+        return dweight
     dout = dout.contiguous()
-    dx = noted(dout.new_empty(dout.shape))
-    if dx.numel() == 0:
-        return dx
-    N = dout.shape[-1]
-    M = dout.numel() // N
+    words, tokens = torch.sort(ids.flatten().int(), stable=True)
+    ends = torch.searchsorted(words, words, right=True, out_int32=True)
+    partials = dout.new_empty((2 * cdiv(M, PIECE), N), dtype=torch.float32)
     threshold, dropout_scale = threshold_and_scale(dropout_p if seed is not None else 0.0)
-    block = tile(N)
-    grid = (cdiv(M, block["BLOCK_M"]), cdiv(N, block["BLOCK_N"]))
+    width = min(power_of_two(N, 8), 512)
+    columns = cdiv(N, width)
+    tensors = (dout, words, tokens, ends, seed, dweight, partials)
+    block = {"PIECE": PIECE, "BLOCK_N": width, "num_warps": 4}
     with guard(dout):
-        launch(scaled_gradient_kernel, grid, dout, seed, dx, M, N, scale * dropout_scale, threshold, **block)
-    return dx
+        dropout = scale * dropout_scale, threshold
+        launch(embedding_backward_kernel, (M, columns), *tensors, M, N, rows, *dropout, BLOCK_M=4096 // width, **block)
+        if M > PIECE:
+            grid = (cdiv(M, PIECE) - 1, columns)
+            launch(embedding_join_kernel, grid, words, ends, partials, dweight, N, rows, **block)
+    return dweight

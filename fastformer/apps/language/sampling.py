@@ -190,8 +190,10 @@ def sample(
     logits, active = state.logits, list(enumerate(streams.take(prompts)))
     ended, idle_rows = set[int](), 0  # rows of `active` that have ended; how many, summed over steps
     for t in range(options.max_new_tokens):
-        drawn = [stream.random() for _, stream in active]
-        (uniform,) = send(logits.device, torch.tensor(drawn, dtype=widest_dtype(logits.device), device="cpu"))
+        uniform = None
+        if options.temperature > 0:
+            drawn = [stream.random() for _, stream in active]
+            (uniform,) = send(logits.device, torch.tensor(drawn, dtype=widest_dtype(logits.device), device="cpu"))
         forbidden = special | ({c.eos_id} if t < options.min_new_tokens else set())
         ids = choose_ids(logits, options, uniform, sorted(forbidden))
         chosen = ids.tolist()

@@ -10,11 +10,14 @@ from tests.apps.language.test_window import VARIANTS, random_tokens
 from tests.support.language_task import random_model
 
 
-@pytest.mark.parametrize("variant", VARIANTS)
+POSITIONS = {name: {"positions": name} for name in ("rotary", "alibi", "relative", "none")}
+
+
+@pytest.mark.parametrize("variant", VARIANTS | POSITIONS)
 @torch.inference_mode()
 def test_replayed_steps_are_the_growing_ones(variant, tape):
     """Rows slide at different times, and one leaves; the graph of before a slide serves after it."""
-    model = random_model(1, **VARIANTS[variant]).double()
+    model = random_model(1, **(VARIANTS | POSITIONS)[variant]).double()
     fixed, growing = LanguageState(model, PROMPTS, 8, tape), LanguageState(model, PROMPTS, 8)
     rows = torch.arange(4)
     for t, ids in enumerate(random_tokens(4, 25)):

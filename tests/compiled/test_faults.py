@@ -123,10 +123,10 @@ WAIT = r"\bwgmma\.wait_group\b", "register in flight|under way|nobody waited for
 REGISTERS = r"\bwgmma\.fence\b", "no wgmma.fence|register written since wgmma.fence"
 SHARED = r"\bfence\.proxy\.async\b", "no fence.proxy.async"
 LEFT_OUT = {
-    "barrier of a norm": (normalise, "layer_norm_backward_kernel", BARRIER),
+    "barrier of a norm": (normalise, "norm_backward_kernel", BARRIER),
     "barrier of attention": (attend, "_attention", BARRIER),
     "barrier of dQ": (attend_and_back, "_attention_queries", BARRIER),
-    "cp.async of a norm": (normalise, "layer_norm_backward_kernel", COPY),
+    "cp.async of a norm": (normalise, "norm_backward_kernel", COPY),
     "cp.async of attention": (attend, "_attention", COPY),
     "cp.async of dQ": (attend_and_back, "_attention_queries", COPY),
     "wgmma of attention, wait": (attend, "_attention", WAIT),
@@ -160,7 +160,7 @@ def normalise_part() -> None:
     layer_norm(torch.randn(70, 20).half()[:, :16], 16)
 
 
-NORM, FORWARD = "norms.layer_norm", "layer_norm_forward_kernel"
+NORM, FORWARD = "norms.short_rows", "norm_forward_kernel"
 WRONG_SOURCE = [
     pytest.param(
         normalise_part, "norms.rows", "load_tile",

@@ -218,7 +218,7 @@ ROWS: dict[str, list[tuple[str, ...]]] = {
          EXTENDED + "test_rules[window to the right, bottom_right-False]"),
         ("offset(h, 1, stride_lse_h) + q_base", "offset(h, 1, stride_lse_h)", PACKED_BIAS),
     ],
-    "kernels/fastformer_kernels/norms/layer_norm": [
+    "kernels/fastformer_kernels/norms/short_rows": [
         ("tl.load(means_ptr + M + rows,", "tl.load(means_ptr + rows,",
          NORMS + "test_long_rows[layer_norm-4100-torch.float32]"),
         ("tl.store(y_ptr + starts * N + cols, y, mask)", "tl.store(y_ptr + starts * N + cols, y, cols < N)",
@@ -226,6 +226,18 @@ ROWS: dict[str, list[tuple[str, ...]]] = {
         ("rows = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)",
          "rows = tl.program_id(0) * (BLOCK_M - 1) + tl.arange(0, BLOCK_M)", MANY_ROWS, EXECUTED + "race of blocks",
          "sm_80"),
+        ("            total += load_tile(ds_ptr", "            total += 0.0 * load_tile(ds_ptr", STEP),
+        ("cols, dropped(total, seed_ptr, rows, 0, threshold, scale), mask)", "cols, total, mask)", ONE_MASK),
+        ("s = residual + dropped(x, seed_ptr, rows, first_column, threshold, scale)",
+         "s = residual + dropped(x, seed_ptr, rows, 0, threshold, scale)",
+         NORMS + "test_forward_and_backward_have_one_mask[sum-3-4104-0.6-dropout_add_layer_norm]"),
+        ("normal, rstd = divide_by_root_mean_square(s, eps, N)", "normal, _, _, rstd = standardise(s, cols, eps, N)",
+         RMS_STEP),
+        ("mean_gs = tl.sum(g * normal, 1) / N", "mean_gs = tl.sum(g * normal, 1)", RMS_STEP),
+    ],
+    "kernels/fastformer_kernels/norms/norm": [
+        ("tensors = (x, weight, bias, y, mean, rstd)", "tensors = (x, None, bias, y, mean, rstd)", LONG_RMS_STEP),
+        ("layer_norm_backward(dy, s, weight, mean,", "layer_norm_backward(dy, s, None, mean,", LONG_RMS_STEP),
     ],
     "kernels/fastformer_kernels/sums": [
         ("total = first + second", "total = first + first",
@@ -253,7 +265,7 @@ ROWS: dict[str, list[tuple[str, ...]]] = {
     "kernels/fastformer_kernels/norms/long_rows": [
         ("lanes < N, ALIGN)) / tl.minimum(N, BLOCK_N)", "lanes < 0, ALIGN)) / tl.minimum(N, BLOCK_N)",
          NORMS + "test_rows_whose_mean_is_large_beside_their_deviations[layer_norm-nearly equal-8208]"),
-        ("tl.sum(total) * tl.load(rstd_ptr + row) / N", "tl.sum(total) / N",
+        ("tl.sum(sum_gx) * tl.load(rstd_ptr + row) / N", "tl.sum(sum_gx) / N",
          NORMS + "test_long_rows[rms_norm-4100-torch.float32]"),
     ],
     "fastformer/functional/norms/fused": [
@@ -276,19 +288,6 @@ ROWS: dict[str, list[tuple[str, ...]]] = {
         ("inputs = [x if x is None else x.view_as(x) for x in inputs]", "inputs = list(inputs)",
          CONTRACT + "test_gradients_that_are_differentiable_are_the_same_gradients"
          "[one tensor in several places-triton-attention]"),
-    ],
-    "kernels/fastformer_kernels/norms/dropout_add_norm": [
-        ("            total += load_tile(ds_ptr", "            total += 0.0 * load_tile(ds_ptr", STEP),
-        ("cols, dropped(total, seed_ptr, rows, 0, threshold, scale), mask)", "cols, total, mask)", ONE_MASK),
-        ("s = residual + dropped(x, seed_ptr, rows, first_column, threshold, scale)",
-         "s = residual + dropped(x, seed_ptr, rows, 0, threshold, scale)",
-         NORMS + "test_forward_and_backward_have_one_mask[sum-3-4104-0.6-dropout_add_layer_norm]"),
-        ("normal, rstd = divide_by_root_mean_square(s, eps, N)", "normal, _, _, rstd = standardise(s, cols, eps, N)",
-         RMS_STEP),
-        ("tl.sum(g * normal, 1) / N, rstd)", "tl.sum(g * normal, 1), rstd)", RMS_STEP),
-        ("rms_norm.forward(s, weight, eps, dtype)", "rms_norm.forward(s, None, eps, dtype)", LONG_RMS_STEP),
-        ("rms_norm.backward(dy, s, weight, rstd, dnorm_dtype, dw)",
-         "rms_norm.backward(dy, s, None, rstd, dnorm_dtype, dw)", LONG_RMS_STEP),
     ],
     "kernels/fastformer_kernels/feed_forward/kernels": [
         ("slope = cdf + x * density", "slope = cdf",

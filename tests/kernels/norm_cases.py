@@ -23,7 +23,7 @@ def random(*shape: int, dtype: torch.dtype = torch.float64) -> Tensor:
 
 def use_one_multiprocessor(monkeypatch: pytest.MonkeyPatch) -> None:
     """Few programs, so that each walks over many tiles."""
-    norm = pytest.importorskip("fastformer_kernels.norms.layer_norm")
+    norm = pytest.importorskip("fastformer_kernels.norms.tiles")
     device_of = norm.device_of
     monkeypatch.setattr(norm, "device_of", lambda x: device_of(x)._replace(multiprocessors=1))
 

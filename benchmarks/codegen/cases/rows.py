@@ -14,7 +14,7 @@ from benchmarks.codegen.cases import meta
 from fastformer_kernels.embedding import kernels as embedding
 from fastformer_kernels.feed_forward import kernels as feed_forward
 from fastformer_kernels.linear_cross_entropy import kernels as linear_cross_entropy
-from fastformer_kernels.norms import dropout_add_norm, layer_norm, rms_norm
+from fastformer_kernels.norms import norm
 from fastformer_kernels.rotary import kernels as rotary
 
 BF16, FP16, FP32, FP64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
@@ -43,11 +43,11 @@ def _norm(
     row, statistic = None if weight is None else meta(N, dtype=weight), meta(ROWS)
     inputs = meta(ROWS, N, dtype=x), row
     if gradients is None:
-        return rms_norm.forward(*inputs, 1e-5, y) if rms else layer_norm.forward(*inputs, row, 1e-5, y)
+        return norm.rms_norm(*inputs, 1e-5, y) if rms else norm.layer_norm(*inputs, row, 1e-5, y)
     dy, dx, dw = meta(ROWS, N, dtype=y), x if gradients != "weight" else None, weight if gradients != "x" else None
     if rms:
-        return rms_norm.backward(dy, *inputs, statistic, dx, dw)
-    return layer_norm.backward(dy, *inputs, statistic, statistic, dx, dw, dw)
+        return norm.rms_norm_backward(dy, *inputs, statistic, dx, dw)
+    return norm.layer_norm_backward(dy, *inputs, statistic, statistic, dx, dw, dw)
 
 
 def _norm_launches(rms: bool, sizes: list[tuple[int, torch.dtype]], autocast: tuple[int, ...]) -> Cases:
@@ -77,8 +77,8 @@ def rms_norm_cases() -> Cases:
 def _add_norm(centred: bool, N: int, x: torch.dtype, residual: torch.dtype, dropout_p: float) -> object:
     row = meta(N, dtype=residual)
     both = (meta(ROWS, N, dtype=x), meta(ROWS, N, dtype=residual))
-    norm = (row, row if centred else None)
-    return dropout_add_norm.forward(*both, *norm, _seed(dropout_p), 1e-5, dropout_p, centred, residual)
+    parameters = (row, row if centred else None)
+    return norm.dropout_add_norm(*both, *parameters, _seed(dropout_p), 1e-5, dropout_p, centred, residual)
 
 
 def _add_norm_backward(
@@ -89,7 +89,7 @@ def _add_norm_backward(
     dtypes = (residual, x if dropout_p > 0.0 or x != residual else None, dw, dw if centred else None)
     dy, ds = (s if each in grads else None for each in ("dy", "ds"))
     statistics = (statistic if centred else None, statistic)
-    return dropout_add_norm.backward(dy, ds, s, row, *statistics, _seed(dropout_p), dropout_p, *dtypes)
+    return norm.dropout_add_norm_backward(dy, ds, s, row, *statistics, _seed(dropout_p), dropout_p, *dtypes)
 
 
 def dropout_add_norm_cases() -> Cases:
@@ -98,19 +98,19 @@ def dropout_add_norm_cases() -> Cases:
     sizes += [(N, FP32) for N in (512, 1000, 2048, 8192, 16384)]
     for centred in (True, False):
         forward, backward = partial(_add_norm, centred), partial(_add_norm_backward, centred)
-        norm = "" if centred else "RMS norm, "
+        kind = "" if centred else "RMS norm, "
         for N, dtype in sizes:
-            name = f"{norm}N {N} {_name(dtype)}"
+            name = f"{kind}N {N} {_name(dtype)}"
             yield f"{name} forward", partial(forward, N, dtype, dtype, DROPOUT)
             yield f"{name} backward pre-norm", partial(backward, N, dtype, dtype, DROPOUT)
             if N in (512, 2048):
                 yield f"{name} backward post-norm", partial(backward, N, dtype, dtype, DROPOUT, "dy")
                 yield f"{name} forward no dropout", partial(forward, N, dtype, dtype, 0.0)
                 yield f"{name} backward no dropout", partial(backward, N, dtype, dtype, 0.0)
-        yield f"{norm}N 512 bfloat16 backward sum only", partial(backward, 512, BF16, BF16, DROPOUT, "ds")
+        yield f"{kind}N 512 bfloat16 backward sum only", partial(backward, 512, BF16, BF16, DROPOUT, "ds")
         for N in (512, 8192):
-            yield f"{norm}N {N} autocast forward", partial(forward, N, BF16, FP32, DROPOUT)
-            yield f"{norm}N {N} autocast backward", partial(backward, N, BF16, FP32, DROPOUT)
+            yield f"{kind}N {N} autocast forward", partial(forward, N, BF16, FP32, DROPOUT)
+            yield f"{kind}N {N} autocast backward", partial(backward, N, BF16, FP32, DROPOUT)
 
 
 def feed_forward_cases() -> Cases:

@@ -50,37 +50,37 @@ def _step_backward_fake(
 
 _layer_norm = define(
     "layer_norm(Tensor x, Tensor? weight, Tensor? bias, float eps, ScalarType dtype) -> (Tensor, Tensor, Tensor)",
-    "norms.layer_norm.forward",
+    "norms.norm.layer_norm",
     _forward_fake,
 )
 _layer_norm_backward = define(
     "layer_norm_backward(Tensor dy, Tensor x, Tensor? weight, Tensor mean, Tensor rstd, "
     "ScalarType? dx, ScalarType? dw, ScalarType? db) -> (Tensor, Tensor, Tensor)",
-    "norms.layer_norm.backward",
+    "norms.norm.layer_norm_backward",
     _backward_fake,
 )
 _rms_norm = define(
     "rms_norm(Tensor x, Tensor? weight, float eps, ScalarType dtype) -> (Tensor, Tensor)",
-    "norms.rms_norm.forward",
+    "norms.norm.rms_norm",
     lambda x, dtype: _forward_fake(x, dtype)[::2],
 )
 _rms_norm_backward = define(
     "rms_norm_backward(Tensor dy, Tensor x, Tensor? weight, Tensor rstd, ScalarType? dx, ScalarType? dw) "
     "-> (Tensor, Tensor)",
-    "norms.rms_norm.backward",
+    "norms.norm.rms_norm_backward",
     lambda x, dx, dw: _backward_fake(x, dx, dw)[:2],
 )
 _dropout_add_norm = define(
     "dropout_add_norm(Tensor x, Tensor residual, Tensor? weight, Tensor? bias, Tensor? seed, float eps, "
     "float dropout_p, bool centred, ScalarType dtype) -> (Tensor, Tensor, Tensor, Tensor)",
-    "norms.dropout_add_norm.forward",
+    "norms.norm.dropout_add_norm",
     _step_forward_fake,
 )
 _dropout_add_norm_backward = define(
     "dropout_add_norm_backward(Tensor? dy, Tensor? ds, Tensor s, Tensor? weight, Tensor? mean, Tensor rstd, "
     "Tensor? seed, float dropout_p, ScalarType? dresidual, ScalarType? dx, ScalarType? dw, ScalarType? db) "
     "-> (Tensor, Tensor, Tensor, Tensor)",
-    "norms.dropout_add_norm.backward",
+    "norms.norm.dropout_add_norm_backward",
     _step_backward_fake,
 )
 

@@ -7,7 +7,7 @@ from fastformer_kernels.norms.rows import load_row, load_tile, scale_and_shift, 
 
 
 @kernel("N")
-def layer_norm_wide_forward_kernel(
+def long_norm_forward_kernel(
     x_ptr,
     weight_ptr,
     bias_ptr,
@@ -21,37 +21,47 @@ def layer_norm_wide_forward_kernel(
     BLOCK_N: tl.constexpr,
     STAGES: tl.constexpr,
 ):
-    """Normalise one long row: a pass for the statistics, a pass for y.
+    """Normalise one long row: a pass for the statistics, a pass for y. Without a mean it is RMS norm.
 
-    Every column of the tile keeps the mean and the squared deviations of what it has met (Welford 1962); at the end
-    those of the columns are combined (Chan et al. 1979). From all numbers the mean of the first tile is subtracted, or
-    each mean would be rounded at their size.
+    Of layer norm, every column of the tile keeps the mean and the squared deviations of what it has met (Welford 1962);
+    at the end those of the columns are combined (Chan et al. 1979). From all numbers the mean of the first tile is
+    subtracted, or each mean would be rounded at their size.
     """
     row = tl.program_id(0).to(tl.int64)
     lanes = tl.arange(0, BLOCK_N)[None, :]
-    first_mean = tl.sum(load_tile(x_ptr, row, stride_x_m, lanes, lanes < N, ALIGN)) / tl.minimum(N, BLOCK_N)
     means = tl.zeros((1, BLOCK_N), tl.float32)
     squares = tl.zeros((1, BLOCK_N), tl.float32)
+    if mean_ptr is not None:
+        first_mean = tl.sum(load_tile(x_ptr, row, stride_x_m, lanes, lanes < N, ALIGN)) / tl.minimum(N, BLOCK_N)
     for first in tl.range(0, N, BLOCK_N, num_stages=STAGES):
         cols = first + lanes
-        x = load_tile(x_ptr, row, stride_x_m, cols, cols < N, ALIGN) - first_mean
-        change = tl.where(cols < N, x - means, 0.0)
-        means += change * (1.0 / (first // BLOCK_N + 1))
-        squares += change * (x - means)
-    counts = ((N - 1 - lanes) // BLOCK_N + 1).to(tl.float32)
-    rest = tl.sum(means * counts) / N
-    rstd = tl.rsqrt(tl.sum(squares + counts * (means - rest) * (means - rest)) / N + eps)
+        x = load_tile(x_ptr, row, stride_x_m, cols, cols < N, ALIGN)
+        if mean_ptr is not None:
+            x -= first_mean
+            change = tl.where(cols < N, x - means, 0.0)
+            means += change * (1.0 / (first // BLOCK_N + 1))
+            squares += change * (x - means)
+        else:
+            squares += x * x
+    if mean_ptr is not None:
+        counts = ((N - 1 - lanes) // BLOCK_N + 1).to(tl.float32)
+        rest = tl.sum(means * counts) / N
+        squares += counts * (means - rest) * (means - rest)
+    rstd = tl.rsqrt(tl.sum(squares) / N + eps)
     for first in tl.range(0, N, BLOCK_N, num_stages=STAGES):
         cols = first + lanes
-        x = load_tile(x_ptr, row, stride_x_m, cols, cols < N, ALIGN) - first_mean - rest
+        x = load_tile(x_ptr, row, stride_x_m, cols, cols < N, ALIGN)
+        if mean_ptr is not None:
+            x = x - first_mean - rest
         y = scale_and_shift(x * rstd, weight_ptr, bias_ptr, cols, N, 1)
         tl.store(y_ptr + row * N + cols, y, cols < N)
-    store_mean(mean_ptr, first_mean, rest, row, tl.num_programs(0))
+    if mean_ptr is not None:
+        store_mean(mean_ptr, first_mean, rest, row, tl.num_programs(0))
     tl.store(rstd_ptr + row, rstd)
 
 
 @kernel("N")
-def layer_norm_gradient_means_kernel(
+def long_norm_gradient_means_kernel(
     dy_ptr,
     x_ptr,
     weight_ptr,
@@ -65,75 +75,22 @@ def layer_norm_gradient_means_kernel(
     BLOCK_N: tl.constexpr,
     STAGES: tl.constexpr,
 ):
-    """Write mean(g x̂) and mean(g) of one long row to `[2, M]`: the first pass of its backward."""
+    """Write mean(g x̂) and, of layer norm, mean(g) of one long row to `[2, M]`: the first pass of its backward."""
     row = tl.program_id(0).to(tl.int64)
-    mean, rest = tl.load(mean_ptr + row), tl.load(mean_ptr + tl.num_programs(0) + row)
-    rstd = tl.load(rstd_ptr + row)
+    if mean_ptr is not None:
+        mean, rest = tl.load(mean_ptr + row), tl.load(mean_ptr + tl.num_programs(0) + row)
     sum_gx = tl.zeros((1, BLOCK_N), tl.float32)
     sum_g = tl.zeros((1, BLOCK_N), tl.float32)
     for first in tl.range(0, N, BLOCK_N, num_stages=STAGES):
         cols = first + tl.arange(0, BLOCK_N)[None, :]
         g = load_tile(dy_ptr, row, stride_dy_m, cols, cols < N, ALIGN)
         x = load_tile(x_ptr, row, stride_x_m, cols, cols < N, ALIGN)
+        if mean_ptr is not None:
+            x = x - mean - rest
         if weight_ptr is not None:
             g *= load_row(weight_ptr, cols, N, 1)
-        sum_gx += g * (x - mean - rest) * rstd
+        sum_gx += g * x
         sum_g += g
-    tl.store(means_ptr + row, tl.sum(sum_gx) / N)
-    tl.store(means_ptr + tl.num_programs(0) + row, tl.sum(sum_g) / N)
-
-
-@kernel("N")
-def rms_norm_wide_forward_kernel(
-    x_ptr,
-    weight_ptr,
-    y_ptr,
-    rstd_ptr,
-    stride_x_m,
-    N,
-    eps,
-    ALIGN: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    STAGES: tl.constexpr,
-):
-    """Normalise one wide row: a pass for its mean square, a pass for y."""
-    row = tl.program_id(0).to(tl.int64)
-    squares = tl.zeros((1, BLOCK_N), tl.float32)
-    for first in tl.range(0, N, BLOCK_N, num_stages=STAGES):
-        cols = first + tl.arange(0, BLOCK_N)[None, :]
-        x = load_tile(x_ptr, row, stride_x_m, cols, cols < N, ALIGN)
-        squares += x * x
-    rstd = tl.rsqrt(tl.sum(squares) / N + eps)
-    for first in tl.range(0, N, BLOCK_N, num_stages=STAGES):
-        cols = first + tl.arange(0, BLOCK_N)[None, :]
-        x = load_tile(x_ptr, row, stride_x_m, cols, cols < N, ALIGN)
-        y = scale_and_shift(x * rstd, weight_ptr, None, cols, N, 1)
-        tl.store(y_ptr + row * N + cols, y, cols < N)
-    tl.store(rstd_ptr + row, rstd)
-
-
-@kernel("N")
-def rms_norm_gradient_mean_kernel(
-    dy_ptr,
-    x_ptr,
-    weight_ptr,
-    rstd_ptr,
-    mean_ptr,
-    stride_dy_m,
-    stride_x_m,
-    N,
-    ALIGN: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    STAGES: tl.constexpr,
-):
-    """Write mean(g x̂) of one wide row to `[M]`: the first pass of its backward."""
-    row = tl.program_id(0).to(tl.int64)
-    total = tl.zeros((1, BLOCK_N), tl.float32)
-    for first in tl.range(0, N, BLOCK_N, num_stages=STAGES):
-        cols = first + tl.arange(0, BLOCK_N)[None, :]
-        g = load_tile(dy_ptr, row, stride_dy_m, cols, cols < N, ALIGN)
-        x = load_tile(x_ptr, row, stride_x_m, cols, cols < N, ALIGN)
-        if weight_ptr is not None:
-            g *= load_row(weight_ptr, cols, N, 1)
-        total += g * x
-    tl.store(mean_ptr + row, tl.sum(total) * tl.load(rstd_ptr + row) / N)
+    tl.store(means_ptr + row, tl.sum(sum_gx) * tl.load(rstd_ptr + row) / N)
+    if mean_ptr is not None:
+        tl.store(means_ptr + tl.num_programs(0) + row, tl.sum(sum_g) / N)

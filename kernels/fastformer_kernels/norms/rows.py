@@ -1,6 +1,6 @@
 """Shared by the norm kernels: loads of tiles, standardisation and its gradient, and the weights' gradients.
 
-A tile is BLOCK_M whole rows where a row fits in one (`layer_norm.is_wide`), else a part of one row. N is a compile-time
+A tile is BLOCK_M whole rows where a row fits in one (`tiles.is_wide`), else a part of one row. N is a compile-time
 constant: a model has one or two widths, and where N is a power of two no column needs a mask.
 """
 

@@ -9,7 +9,6 @@ from tests.apps.language.test_sampling import PROMPTS, eager_model, texts
 from tests.apps.language.test_window import VARIANTS, random_tokens
 from tests.support.language_task import random_model
 
-
 POSITIONS = {name: {"positions": name} for name in ("rotary", "alibi", "relative", "none")}
 
 

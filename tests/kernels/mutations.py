@@ -223,9 +223,10 @@ ROWS: dict[str, list[tuple[str, ...]]] = {
          NORMS + "test_long_rows[layer_norm-4100-torch.float32]"),
         ("tl.store(y_ptr + starts * N + cols, y, mask)", "tl.store(y_ptr + starts * N + cols, y, cols < N)",
          CONTRACT + "test_kernels_keep_to_their_tensors[layer_norm]"),
-        ("rows = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)",
-         "rows = tl.program_id(0) * (BLOCK_M - 1) + tl.arange(0, BLOCK_M)", MANY_ROWS, EXECUTED + "race of blocks",
-         "sm_80"),
+        ("rows = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)\n    starts = rows.to(tl.int64)[:, None]\n    cols",
+         "rows = tl.program_id(0) * (BLOCK_M - 1) + tl.arange(0, BLOCK_M)\n"
+         "    starts = rows.to(tl.int64)[:, None]\n    cols",
+         MANY_ROWS, EXECUTED + "race of blocks", "sm_80"),
         ("            total += load_tile(ds_ptr", "            total += 0.0 * load_tile(ds_ptr", STEP),
         ("cols, dropped(total, seed_ptr, rows, 0, threshold, scale), mask)", "cols, total, mask)", ONE_MASK),
         ("s = residual + dropped(x, seed_ptr, rows, first_column, threshold, scale)",

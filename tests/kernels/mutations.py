@@ -238,7 +238,7 @@ ROWS: dict[str, list[tuple[str, ...]]] = {
     ],
     "kernels/fastformer_kernels/norms/norm": [
         ("tensors = (x, weight, bias, y, mean, rstd)", "tensors = (x, None, bias, y, mean, rstd)", LONG_RMS_STEP),
-        ("layer_norm_backward(dy, s, weight, mean,", "layer_norm_backward(dy, s, None, mean,", LONG_RMS_STEP),
+        ("= norm_backward(dy, s, weight, mean,", "= norm_backward(dy, s, None, mean,", LONG_RMS_STEP),
     ],
     "kernels/fastformer_kernels/sums": [
         ("total = first + second", "total = first + first",

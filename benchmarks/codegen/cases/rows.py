@@ -45,9 +45,8 @@ def _norm(
     if gradients is None:
         return norm.rms_norm(*inputs, 1e-5, y) if rms else norm.layer_norm(*inputs, row, 1e-5, y)
     dy, dx, dw = meta(ROWS, N, dtype=y), x if gradients != "weight" else None, weight if gradients != "x" else None
-    if rms:
-        return norm.rms_norm_backward(dy, *inputs, statistic, dx, dw)
-    return norm.layer_norm_backward(dy, *inputs, statistic, statistic, dx, dw, dw)
+    mean, db = (None, None) if rms else (statistic, dw)
+    return norm.norm_backward(dy, *inputs, mean, statistic, dx, dw, db)
 
 
 def _norm_launches(rms: bool, sizes: list[tuple[int, torch.dtype]], autocast: tuple[int, ...]) -> Cases:

@@ -53,22 +53,16 @@ _layer_norm = define(
     "norms.norm.layer_norm",
     _forward_fake,
 )
-_layer_norm_backward = define(
-    "layer_norm_backward(Tensor dy, Tensor x, Tensor? weight, Tensor mean, Tensor rstd, "
+_norm_backward = define(
+    "norm_backward(Tensor dy, Tensor x, Tensor? weight, Tensor? mean, Tensor rstd, "
     "ScalarType? dx, ScalarType? dw, ScalarType? db) -> (Tensor, Tensor, Tensor)",
-    "norms.norm.layer_norm_backward",
+    "norms.norm.norm_backward",
     _backward_fake,
 )
 _rms_norm = define(
     "rms_norm(Tensor x, Tensor? weight, float eps, ScalarType dtype) -> (Tensor, Tensor)",
     "norms.norm.rms_norm",
     lambda x, dtype: _forward_fake(x, dtype)[::2],
-)
-_rms_norm_backward = define(
-    "rms_norm_backward(Tensor dy, Tensor x, Tensor? weight, Tensor rstd, ScalarType? dx, ScalarType? dw) "
-    "-> (Tensor, Tensor)",
-    "norms.norm.rms_norm_backward",
-    lambda x, dx, dw: _backward_fake(x, dx, dw)[:2],
 )
 _dropout_add_norm = define(
     "dropout_add_norm(Tensor x, Tensor residual, Tensor? weight, Tensor? bias, Tensor? seed, float eps, "
@@ -131,11 +125,7 @@ class Norm(torch.autograd.Function):
         needs_grad = ctx.needs_input_grad[:3]
         if twice(NAMES[ctx.centred], ctx.formula):
             return *_differentiable_gradients(ctx.formula, (x, weight, bias), needs_grad, dy), *rest
-        dtypes = _dtypes(needs_grad, x, weight, bias)
-        if ctx.centred:
-            gradients = _layer_norm_backward(dy, x, weight, mean, rstd, *dtypes)
-        else:
-            gradients = *_rms_norm_backward(dy, x, weight, rstd, *dtypes[:2]), None
+        gradients = _norm_backward(dy, x, weight, mean, rstd, *_dtypes(needs_grad, x, weight, bias))
         return *(grad if needed else None for grad, needed in zip(gradients, needs_grad, strict=True)), *rest
 
 

@@ -129,7 +129,7 @@ def _forward(
     return y, s, mean, rstd
 
 
-def layer_norm_backward(
+def norm_backward(
     dy: Tensor,
     x: Tensor,
     weight: Tensor | None,
@@ -164,13 +164,6 @@ def layer_norm_backward(
         sizes = (stride_dy, 0, stride_x, M, *threshold_and_scale(0.0), N, align)
         launch(norm_backward_kernel, grid, dy, None, x, weight, mean, rstd, means, None, *written, *sizes, **tile)
         return x_grad, *sum_partials(x, partials, dw, db)
-
-
-def rms_norm_backward(
-    dy: Tensor, x: Tensor, weight: Tensor | None, rstd: Tensor, dx: torch.dtype | None, dw: torch.dtype | None
-) -> tuple[Tensor, Tensor]:
-    """Return the gradients of x and weight; arguments as of `layer_norm_backward`."""
-    return layer_norm_backward(dy, x, weight, None, rstd, dx, dw, None)[:2]
 
 
 def dropout_add_norm_backward(
@@ -215,7 +208,7 @@ def dropout_add_norm_backward(
     dnorm, w_grad, b_grad = None, noted(s.new_empty(0)), noted(s.new_empty(0))
     if dy is not None:
         dnorm_dtype = None if written == (None, None) else torch.float32
-        dnorm, w_grad, b_grad = layer_norm_backward(dy, s, weight, mean, rstd, dnorm_dtype, dw, db)
+        dnorm, w_grad, b_grad = norm_backward(dy, s, weight, mean, rstd, dnorm_dtype, dw, db)
     if written != (None, None):
         grid, tile = elementwise(s)
         align, (_, stride_ds_m) = row_strides(s, ds)

@@ -120,8 +120,8 @@ def test_words_that_span_pieces(tokens, V, dropout_p, monkeypatch):
 
 def test_gradients_of_no_such_row_are_ignored():
     kernels = pytest.importorskip("fastformer_kernels.embedding.kernels")
-    ids = torch.tensor([0, 3, -1, 2, 2], device=DEVICE)
-    dout = torch.ones(5, 6, device=DEVICE)
+    ids = torch.tensor([0, 3, -1, 2, 2, 2**32 + 1], device=DEVICE)
+    dout = torch.ones(6, 6, device=DEVICE)
     weight = kernels.backward(dout, ids, None, 3, 1.0, 0.0, torch.float32)
     assert weight.tolist() == [[1.0] * 6, [0.0] * 6, [2.0] * 6]
 

@@ -14,6 +14,7 @@ Letters: B rows, T packed tokens, D model width, V vocabulary.
 
 import logging
 from collections.abc import Iterable, Iterator, Sequence
+from functools import partial
 from itertools import islice
 
 import torch
@@ -22,7 +23,7 @@ from torch import Tensor
 from fastformer.apps.language.model import LanguageModel
 from fastformer.apps.models import decoding
 from fastformer.apps.models.common import check_tokenizer
-from fastformer.apps.models.decoding import recorder_of
+from fastformer.apps.models.decoding import next_logits, recorder_of
 from fastformer.apps.models.sampling import RandomStreams, choose_ids
 from fastformer.apps.plots.attention_maps import AttentionMaps, attend_ids
 from fastformer.apps.settings import Settings, setting
@@ -90,13 +91,20 @@ class LanguageState:
         _check_context(model, context)
         if not prompts or not all(prompts):
             raise ValueError("prompts must hold at least one prompt, and each at least one id")
-        self.model, self.context, self.fixed = model, context, recorder is not None
+        self.model, self.context, self._recorder = model, context, recorder
         self.windows = [list(ids[-context:]) for ids in prompts]  # what each row has read
-        self.cache = model.decoder.new_cache(len(prompts), **{"capacity" if self.fixed else "longest": context})
+        self.cache = model.decoder.new_cache(len(prompts), **{"capacity" if recorder else "longest": context})
         hidden, layout = self._read(self.windows)
         self.logits = model.logits(hidden.index_select(0, layout.offsets[1:] - 1))
-        self._ids = torch.zeros(len(prompts), dtype=torch.int64, device=hidden.device)
-        self._replayed = ReplayedStep(recorder, self._step, "generation")
+        self._new_step()
+
+    @torch.inference_mode(False)
+    def _new_step(self) -> None:
+        """Make the step of the rows, which reads their tokens from one tensor."""
+        # Without a reference to self, which would keep the cache and the graph until Python collects garbage.
+        self._ids = torch.zeros(len(self.windows), dtype=torch.int64, device=self.logits.device)
+        step = partial(next_logits, self.model, self.model.embedding, self.cache, self._ids)
+        self._step = ReplayedStep(self._recorder, step, "generation")
 
     def step(self, ids: Tensor) -> Tensor:
         """Feed the next token of each row, int64 `[B]`; return the logits of the one after, `[B, V]`.
@@ -109,23 +117,13 @@ class LanguageState:
         for window, token in zip(self.windows, ids.tolist(), strict=True):
             window.append(token)
         self._ids.copy_(ids)
-        return self._replayed()  # type: ignore[no-any-return]
-
-    def _step(self) -> Tensor:
-        """Compute the step that feeds `_ids`."""
-        positions, end = self.cache.lengths, self.context
-        if not self.fixed:  # the lengths are on the CPU
-            end = int(positions.max()) + 1
-            (positions,) = send(self._ids.device, positions)
-        x = self.model.embedding(self._ids[:, None], positions[:, None], end)  # [B, 1, D]
-        return self.model.logits(self.model.decoder.step(x, self.cache)[:, 0])
+        return self._step()  # type: ignore[no-any-return]
 
     def keep(self, rows: Tensor) -> None:
         """Keep these rows only, int64, ascending."""
         self.windows = [self.windows[row] for row in rows.tolist()]
         self.cache.keep(rows)
-        self._ids = self._ids[: len(self.windows)]
-        self._replayed.reset()
+        self._new_step()
 
     def _slide(self, full: Sequence[bool]) -> None:
         """Drop the first tokens of full rows and read the rest again; see the window rule above."""
@@ -161,7 +159,7 @@ def sample(
     streams: RandomStreams,
     unk_id: int | None = None,
 ) -> Iterator[list[tuple[int, int]]]:
-    """Continue prompts in one batch; texts that ended leave it.
+    """Continue prompts in one batch; texts that ended leave it, with CUDA graphs once they cost as much as a new graph.
 
     Args:
         model: call `.eval()` first.

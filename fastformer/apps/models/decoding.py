@@ -1,18 +1,34 @@
-"""Shared by the loops of decoding: whether steps replay CUDA graphs, and when finished rows leave."""
+"""Shared by the loops of decoding: their step, whether CUDA graphs replay it, and when finished rows leave."""
 
 from typing import Any
 
+from torch import Tensor
+
 from fastformer.host.cuda_graphs import Recorder, memory_for_graphs, recorder
-from fastformer.host.devices import device_of
+from fastformer.host.devices import device_of, send
+from fastformer.nn.cache import KVCache, StaticKVCache
 from fastformer.nn.inspection import has_hooks
 
 # With CUDA graphs, removing rows costs an eager step and a capture. Finished rows leave once they have cost as much, in
 # rows times steps: on one H200 two eager steps of 6+6 layers took 10 ms (`pytest benchmarks -k "decoding and graphs"`);
-# a row is predicted to cost 2 us a step (50 million multiply-adds in fp32).
+# a row is predicted to cost 2 us a step (26 million multiply-adds in fp32, and its keys and values).
 IDLE_ROWS = 5000
 # CUDA graphs need a cache for the longest text from the start, and beam search copies all of it: by default it may take
 # this share of the device's memory.
 _CACHE_SHARE = 1 / 10
+
+
+def next_logits(model: Any, embedding: Any, cache: KVCache, ids: Tensor) -> Tensor:
+    """Feed the next token of each row, int64 `[R]`; return the logits of the one after, `[R, V]`.
+
+    With a cache of fixed capacity nothing is read on the host, so that a CUDA graph can repeat it.
+    """
+    positions, end = cache.lengths, cache.capacity
+    if not isinstance(cache, StaticKVCache):
+        end = int(positions.max()) + 1
+        (positions,) = send(ids.device, positions)
+    x = embedding(ids[:, None], positions[:, None], end)  # [R, 1, D]
+    return model.logits(model.decoder.step(x, cache)[:, 0])  # type: ignore[no-any-return]
 
 
 def recorder_of(model: Any, layers: int, tokens: int, cuda_graphs: bool | None) -> Recorder | None:

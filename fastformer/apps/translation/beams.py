@@ -207,6 +207,7 @@ class Beams:
         last = prefixes.index_select(1, before.clamp_(min=0))
         ends = torch.arange(size, self.capacity + 1, device=prefixes.device)
         repeated = (ngrams[..., :-1] == last[:, None]).all(-1) & (ends <= self._length)
+        repeated &= (self.status == RUNNING).repeat_interleave(self.hypotheses)[:, None]  # others may say anything
         return torch.zeros_like(log_p).scatter_add_(1, ngrams[..., -1], repeated.to(log_p.dtype)) > 0
 
     def hypotheses_of(self, sentences: Tensor) -> list[list[Hypothesis]]:

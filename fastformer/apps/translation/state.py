@@ -3,9 +3,9 @@
 Letters: B sentences, N hypotheses a sentence, R = B * N rows, V vocabulary.
 """
 
-import torch
 from torch import Tensor
 
+from fastformer.apps.models.decoding import next_logits
 from fastformer.apps.translation.model import TranslationModel
 
 
@@ -33,18 +33,12 @@ class DecoderState:
         longest: int | None = None,
     ) -> None:
         memory, layout = model.encode(source, source_lengths)
-        self.model, self.longest, self.position = model, longest, 0
+        self.model = model
         self.cache = model.decoder.new_cache(memory, memory_layout=layout, hypotheses=hypotheses, capacity=longest)
 
     def step(self, ids: Tensor) -> Tensor:
         """Feed the next token of each row, int64 `[R]`; return the logits of the one after, `[R, V]`."""
-        if self.longest is None:
-            positions, end = torch.full_like(ids, self.position), self.position + 1
-            self.position = end
-        else:
-            positions, end = self.cache.lengths, self.longest
-        x = self.model.target_embedding(ids[:, None], positions[:, None], end)  # [R, 1, D]
-        return self.model.logits(self.model.decoder.step(x, self.cache)[:, 0])
+        return next_logits(self.model, self.model.target_embedding, self.cache, ids)
 
     def keep(self, sentences: Tensor) -> None:
         """Keep these sentences only, int64, ascending."""

@@ -216,7 +216,7 @@ def backward(
     if dout.numel() == 0:
         return dweight
     dout = dout.contiguous()
-    words, tokens = torch.sort(ids.flatten().int(), stable=True)
+    words, tokens = torch.sort(ids.flatten().clamp(-1, rows).int(), stable=True)
     ends = torch.searchsorted(words, words, right=True, out_int32=True)
     partials = dout.new_empty((2 * cdiv(M, PIECE), N), dtype=torch.float32)
     threshold, dropout_scale = threshold_and_scale(dropout_p if seed is not None else 0.0)

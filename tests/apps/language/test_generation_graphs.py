@@ -1,5 +1,8 @@
 """Generation from CUDA graphs: a tape that repeats steps writes the same texts as steps that grow the cache."""
 
+import gc
+import weakref
+
 import pytest
 import torch
 
@@ -26,6 +29,22 @@ def test_replayed_steps_are_the_growing_ones(variant, tape):
                 state.keep(rows)
         torch.testing.assert_close(fixed.step(ids[rows]), growing.step(ids[rows]), atol=1e-12, rtol=0)
     assert (tape.warmed_up, tape.captured, tape.replayed) == (2, 2, 25 - 2)
+
+
+def test_a_state_is_freed_at_once(tape):
+    """Its cache and graph would fill the memory of a device, which Python's garbage collector does not look at."""
+    with torch.inference_mode():
+        state = LanguageState(random_model(1), PROMPTS, 8, tape)
+    with torch.no_grad():
+        for ids in random_tokens(4, 3):
+            state.step(ids)
+    cache = weakref.ref(state.cache)
+    gc.disable()
+    try:
+        del state
+        assert cache() is None
+    finally:
+        gc.enable()
 
 
 @pytest.mark.parametrize("options", [{}, {"temperature": 0, "min_new_tokens": 3}, {"stop_at_eos": False}], ids=str)

@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import nn
 
+from fastformer.apps.models.sampling import RandomStreams
 from fastformer.apps.translation.search import SearchOptions, beam_search, greedy_search
 from fastformer.apps.translation.state import DecoderState
 from tests.support.translation_task import BOS, EOS, PAD, UNK, random_model, reverse_batch, reversing_model
@@ -247,6 +248,19 @@ def test_cached_logits_are_the_models():
         fed = torch.randint(4, 17, (len(prefixes),), generator=generator)
         for prefix, token in zip(prefixes, fed.tolist(), strict=True):
             prefix.append(token)
+
+
+def test_drawn_sentences_that_have_ended_wait_for_the_others(monkeypatch):
+    """The first ends at once; its row would soon run out of bigrams, while the second goes on for 25 tokens."""
+    monkeypatch.setattr(sys.modules[beam_search.__module__], "_RUNNING", 0)
+    logits = torch.zeros(2, 12)
+    logits[0, EOS], logits[1, EOS] = 50.0, -50.0
+    monkeypatch.setattr(DecoderState, "step", lambda self, ids: logits)
+    model = random_model(11, source_vocabulary=12, target_vocabulary=12)
+    options = SearchOptions(sample=True, no_repeat_ngram=2, max_length=25)
+    source, lengths = sources([9, 9], vocabulary=12)
+    drawn = beam_search(model, source, lengths, options, RandomStreams(1).take([[1], [2]]))
+    assert [len(h.ids) for [h] in drawn] == [0, 25]
 
 
 def test_no_sentence_has_no_translation():

@@ -18,6 +18,8 @@ Rows longer than `is_wide` allows take two passes, and a backward pass of 10 byt
 and the way back through dropout, as they do for ds alone.
 """
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -53,43 +55,17 @@ def layer_norm(
         eps: added to the variance.
         dtype: of y.
     """
-    y, _, mean, rstd = _forward(x, None, weight, bias, None, eps, 0.0, True, dtype)
-    assert mean is not None
+    y, _, mean, rstd = dropout_add_norm(x, None, weight, bias, None, eps, 0.0, True, dtype)
     return y, mean, rstd
 
 
 def rms_norm(x: Tensor, weight: Tensor | None, eps: float, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """Return y in `dtype`, and the rows' 1 / sqrt(mean(x^2) + eps), fp32 `[M]`; arguments as of `layer_norm`."""
-    y, _, _, rstd = _forward(x, None, weight, None, None, eps, 0.0, False, dtype)
+    y, _, _, rstd = dropout_add_norm(x, None, weight, None, None, eps, 0.0, False, dtype)
     return y, rstd
 
 
 def dropout_add_norm(
-    x: Tensor,
-    residual: Tensor,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    seed: Tensor | None,
-    eps: float,
-    dropout_p: float,
-    centred: bool,
-    dtype: torch.dtype,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Return y in `dtype`, s, and the statistics of the rows of s as its norm returns them; RMS norm: an empty mean.
-
-    Args:
-        x, residual: `[M, N]`; s has the dtype to which both promote.
-        weight, bias, eps, dtype: as of `layer_norm`.
-        seed: of dropout, int64 `[1]`; None: no dropout.
-        dropout_p: the probability to drop.
-        centred: the norm is layer norm; else RMS norm, which has no bias.
-    """
-    y, s, mean, rstd = _forward(x, residual, weight, bias, seed, eps, dropout_p, centred, dtype)
-    assert s is not None
-    return y, s, noted(x.new_empty(0, dtype=torch.float32)) if mean is None else mean, rstd
-
-
-def _forward(
     x: Tensor,
     residual: Tensor | None,
     weight: Tensor | None,
@@ -99,24 +75,35 @@ def _forward(
     dropout_p: float,
     centred: bool,
     dtype: torch.dtype,
-) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor]:
-    """Return y, s, mean and rstd; s is None without a residual, mean unless centred."""
+) -> tuple[Tensor, Any, Any, Tensor]:
+    """Return y in `dtype`, s, and the statistics of the rows of s as its norm returns them; RMS norm: an empty mean.
+
+    Args:
+        x, residual: `[M, N]`; s has the dtype to which both promote. Without a residual s is x, and None is returned in
+            place of s and of an empty mean.
+        weight, bias, eps, dtype: as of `layer_norm`.
+        seed: of dropout, int64 `[1]`; None: no dropout.
+        dropout_p: the probability to drop.
+        centred: the norm is layer norm; else RMS norm, which has no bias.
+    """
     M, N = x.shape
-    x, s = inner_contiguous(x), None
+    x, s, mean = inner_contiguous(x), None, None
     if residual is not None:
         residual = inner_contiguous(residual)
         s = noted(x.new_empty((M, N), dtype=torch.promote_types(x.dtype, residual.dtype)))
     y = noted(x.new_empty((M, N), dtype=dtype))
-    mean = noted(x.new_empty((2, M), dtype=torch.float32)) if centred else None
+    if centred or residual is not None:
+        mean = noted(x.new_empty((2, M) if centred else 0, dtype=torch.float32))
     rstd = noted(x.new_empty(M, dtype=torch.float32))
     if x.numel() == 0:
         return y, s, mean, rstd
+    written_mean = mean if centred else None
     align, strides = row_strides(x, residual)
     dropout = threshold_and_scale(dropout_p)
     with guard(x):
         if not is_wide(N):
             tile = forward_tile(N) if residual is None else dropout_tile(N)
-            tensors = (x, residual, weight, bias, seed, y, s, mean, rstd)
+            tensors = (x, residual, weight, bias, seed, y, s, written_mean, rstd)
             sizes = (*strides, M, *dropout, eps, N, align)
             launch(norm_forward_kernel, (cdiv(M, tile["BLOCK_M"]),), *tensors, *sizes, **tile)
             return y, s, mean, rstd
@@ -124,7 +111,7 @@ def _forward(
             grid, tile = elementwise(x)
             launch(dropout_add_kernel, grid, x, residual, seed, s, *strides, M, *dropout, N, align, **tile)
             x, (align, strides) = s, row_strides(s)
-        tensors = (x, weight, bias, y, mean, rstd)
+        tensors = (x, weight, bias, y, written_mean, rstd)  # type: ignore[assignment]
         launch(long_norm_forward_kernel, (M,), *tensors, strides[0], N, eps, align, **wide_tile())
     return y, s, mean, rstd
 

@@ -117,12 +117,13 @@ class Beams:
         ends = tokens == eos
         at_limit = (self._limits == self._length + 1)[:, None]
         finishes, continues = possible & (ends | at_limit), possible & ~ends
-        for finished, new in (
-            (self._scores, totals),
-            (self._finished_totals, totals),
-            (self._finished_lengths, self._length + 1 - ends.long()),
-        ):
-            finished.copy_(torch.where(finishes, new, finished))
+        if not readable(finishes) or bool(finishes.any()):
+            for finished, new in (
+                (self._scores, totals),
+                (self._finished_totals, totals),
+                (self._finished_lengths, self._length + 1 - ends.long()),
+            ):
+                finished.copy_(torch.where(finishes, new, finished))
         self._prefixes.index_copy_(2, self._length, tokens[..., None])
         self._totals.copy_(torch.where(continues, totals, -math.inf))
         self.ids.copy_(torch.where(continues, tokens, eos)[:, 0])

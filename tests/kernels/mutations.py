@@ -237,7 +237,7 @@ ROWS: dict[str, list[tuple[str, ...]]] = {
         ("mean_gs = tl.sum(g * normal, 1) / N", "mean_gs = tl.sum(g * normal, 1)", RMS_STEP),
     ],
     "kernels/fastformer_kernels/norms/norm": [
-        ("tensors = (x, weight, bias, y,", "tensors = (x, None, bias, y,", LONG_RMS_STEP),
+        ("row_tensors = (x, weight,", "row_tensors = (x, None,", LONG_RMS_STEP),
         ("= norm_backward(dy, s, weight, mean,", "= norm_backward(dy, s, None, mean,", LONG_RMS_STEP),
     ],
     "kernels/fastformer_kernels/sums": [

@@ -75,7 +75,7 @@ class LanguageState:
         model: call `.eval()` first; the mode (train or eval) is not changed.
         prompts: ids of each row, at least one.
         context: the most tokens that a row reads, see the window rule above.
-        recorder: steps are replayed as CUDA graphs of it. The cache then holds `context` tokens a row from the start.
+        recorder: captures the steps as CUDA graphs. The cache then holds `context` tokens a row from the start.
 
     Attributes:
         logits: `[B, V]`, of the token after each prompt.
@@ -159,7 +159,9 @@ def sample(
     streams: RandomStreams,
     unk_id: int | None = None,
 ) -> Iterator[list[tuple[int, int]]]:
-    """Continue prompts in one batch; texts that ended leave it, with CUDA graphs once they cost as much as a new graph.
+    """Continue prompts in one batch, which texts that have ended leave.
+
+    With CUDA graphs they leave once their rows have cost as much as a new graph.
 
     Args:
         model: call `.eval()` first.

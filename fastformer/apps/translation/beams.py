@@ -1,6 +1,7 @@
 """The hypotheses of a search, as tensors on the model's device.
 
-`Beams.advance` reads no value on the host, whose work thus does not grow with the batch, and which a CUDA graph needs.
+`Beams.advance` reads no value on the host. So the host's work does not grow with the batch, and a CUDA graph can
+contain the step.
 
 Letters: B sentences, N hypotheses a sentence, R = B * N rows, C candidates a sentence, L tokens, V vocabulary.
 """

@@ -79,8 +79,8 @@ def dropout_add_norm(
     """Return y in `dtype`, s, and the statistics of the rows of s as its norm returns them; RMS norm: an empty mean.
 
     Args:
-        x, residual: `[M, N]`; s has the dtype to which both promote. Without a residual s is x, and None is returned in
-            place of s and of an empty mean.
+        x, residual: `[M, N]`; s has the dtype to which both promote. Without a residual s is x, and None is returned
+            for s and for the mean of RMS norm.
         weight, bias, eps, dtype: as of `layer_norm`.
         seed: of dropout, int64 `[1]`; None: no dropout.
         dropout_p: the probability to drop.
@@ -111,8 +111,8 @@ def dropout_add_norm(
             grid, tile = elementwise(x)
             launch(dropout_add_kernel, grid, x, residual, seed, s, *strides, M, *dropout, N, align, **tile)
             x, (align, strides) = s, row_strides(s)
-        tensors = (x, weight, bias, y, written_mean, rstd)  # type: ignore[assignment]
-        launch(long_norm_forward_kernel, (M,), *tensors, strides[0], N, eps, align, **wide_tile())
+        row_tensors = (x, weight, bias, y, written_mean, rstd)
+        launch(long_norm_forward_kernel, (M,), *row_tensors, strides[0], N, eps, align, **wide_tile())
     return y, s, mean, rstd
 
 

@@ -11,6 +11,7 @@ from tests.support.faults import Fault, main
 
 PACK = "functional/test_packing.py::test_a_layout_says_where_each_token_lies_and_packing_moves_each_once"
 VALUES = "functional/test_attention.py::test_values_and_gradients_are_those_of_the_formula"
+SPANS = "functional/test_attention.py::test_padding_of_long_sequences_costs_nothing"
 DEAD = "functional/test_attention.py::test_a_query_without_keys_gives_zero_and_changes_no_gradient"
 BLANK = "nn/test_padding_values.py::test_attention_reads_no_padding"
 ALONE = "functional/test_packed_attention.py::test_packed_attention_equals_each_sequence_alone"
@@ -66,7 +67,6 @@ ROWS: dict[str, list[tuple[str, str, str]]] = {
     ],
     "functional/sdpa": [
         ("torch.equal(shown, pairs.tril())", "torch.equal(shown.tril(), pairs.tril())", SDPA),
-        ("(0, 0, first, q.shape[2] - end)", "(0, 0, q.shape[2] - end, first)", SDPA),
         ("(mask.shape[1] == 1 or mask.stride(1) == 0)", "True", SDPA),
         ('bool((shown | (mask == float("-inf"))).all())', "True", SDPA),
         ("if version != base._version:", "if version is None:", READ_ONCE),
@@ -145,6 +145,17 @@ ROWS: dict[str, list[tuple[str, str, str]]] = {
          "functional/test_attention.py::test_a_causal_call_takes_any_scale"),
         ("k, v = _blank(reduce(torch.logical_and, real_keys), k, v)", "pass", BLANK),
         ("(q,) = _blank(", "(_,) = _blank(", BLANK),
+    ],
+    "functional/attention/spans": [
+        ("torch.equal(end - first, real.sum(1))", "True", SPANS),
+        ("or min(end_keys) < S", "", VALUES),
+        ("elif any(first_keys):", "elif False:", VALUES),
+        ("or rules.distance_bias is not None", "", VALUES),
+        ("[min(first, end) for first, end in zip(first_keys, ends, strict=True)]", "firsts", VALUES),
+        ("if end - first == end_key - first_key", "if True", VALUES),
+        ("(S - _LEAST_HIDDEN)", "S", SPANS),
+        ("for length in (first, T - end)", "for length in (T - end, first)", SDPA),
+        (", :, first:end, first_key:end_key]", ", :, :end - first, first_key:end_key]", VALUES),
     ],
     "functional/attention/packed_reference": [
         ("stride[members] = len(members) * longest", "stride[members] = longest", ALONE),

@@ -13,16 +13,13 @@ from torch.overrides import TorchFunctionMode
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from fastformer.functional.attention.op import attention
+from fastformer.functional.attention.reference import attention_over_zeros
+from fastformer.functional.attention.rules import AttentionRules
+from fastformer.functional.attention.spans import SHORTEST, Span, attend_in_spans, faster_in_spans, first_and_end
 from fastformer.functional.choice import unsupported
 from fastformer.modes import function_modes, has_values, watched
 
 _SDPA = F.scaled_dot_product_attention
-Span = tuple[int, int, int, int]  # of a row: first visible query, end of the visible queries; the same for keys
-
-# On a CPU, a call for each row is slower than one with a mask up to this many scores of a row. Ratios of process CPU
-# time, lengths of 10 to 90 % of S: S = 128 forward 1.20, with backward 0.91; S = 256 1.43 and 1.45; S = 512 1.67, 1.79.
-_SHORTEST, _SHORTEST_TRAINED = 128, 256
-_WORTH = 0.9  # the most that may be visible
 
 
 class _Visible(NamedTuple):
@@ -53,8 +50,8 @@ def sdpa(
     Reads masks of padding and causality: `[B, 1, 1, S]`, `[B, 1, T, S]` or `[T, S]`, bool or of 0 and -inf, with
     padding on the left or right. A mask is read once: layers that get the same mask, or views of one, share the result
     until it is changed in place. In inference mode, whose tensors count no changes, each call reads its mask. Every
-    other call goes to SDPA unchanged: other masks, `torch.compile`, and on a CPU fewer than 128 tokens, or 256 in
-    training.
+    other call goes to SDPA unchanged: other masks, `torch.compile`, and on a CPU fewer than 128 tokens, or little
+    padding.
 
     Args:
         query: `[B, H, T, K]`, and the others as in SDPA. Dropout draws other numbers than SDPA from the same seed.
@@ -73,20 +70,8 @@ def sdpa(
         out = attention(query, key, value, causal=visible.causal, key_mask=visible.keys, **options)
         return out if visible.queries is None else out.masked_fill(~visible.queries[:, None, :, None], 0.0)
     assert visible.spans is not None
-    options |= {"is_causal": visible.causal, "enable_gqa": enable_gqa}
-    if len(set(visible.spans)) == 1:
-        return _attend(query, key, value, visible.spans[0], options)
-    queries, keys, values = (torch.split(x, 1) for x in inputs)
-    rows = zip(queries, keys, values, visible.spans, strict=True)
-    return torch.cat([_attend(q, k, v, span, options) for q, k, v, span in rows])
-
-
-def _attend(q: Tensor, k: Tensor, v: Tensor, span: Span, options: dict[str, Any]) -> Tensor:
-    """Attend within a span; hidden queries get 0."""
-    first, end, first_key, end_key = span
-    visible = q[:, :, first:end], k[:, :, first_key:end_key], v[:, :, first_key:end_key]
-    out = F.scaled_dot_product_attention(*visible, **options)
-    return F.pad(out, (0, 0, first, q.shape[2] - end)) if end - first < q.shape[2] else out
+    rules = AttentionRules(causal=visible.causal, **options)
+    return attend_in_spans(attention_over_zeros, query, key, value, rules, visible.spans)
 
 
 class CallsSdpa(TorchFunctionMode):
@@ -106,18 +91,14 @@ def _visible(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, grouped: b
     (B, H, T, _), S = query.shape, key.shape[2]
     if not all(x.shape[0] == B and (grouped or x.shape[1] == H) for x in (key, value)) or not B * T * S:
         return None
-    trained = torch.is_grad_enabled() and any(x.requires_grad for x in inputs[:3])
-    long, kernels = query.is_cpu and min(T, S) >= (_SHORTEST_TRAINED if trained else _SHORTEST), _uses_kernels(query)
-    if not (long or kernels):
+    kernels = _uses_kernels(query)
+    if not kernels and (not query.is_cpu or min(T, S) < SHORTEST):
         return None
     visible = _read(mask, B, T, S)
     if visible is None or kernels:
         return visible
-    if visible.spans is None:
-        return None
-    scores = sum((end - first) * (end_key - first_key) for first, end, first_key, end_key in visible.spans)
-    is_one_call = len(set(visible.spans)) == 1
-    return visible if visible.causal or is_one_call or scores <= _WORTH * B * T * S else None
+    spans = visible.spans
+    return visible if spans is not None and faster_in_spans(T, S, spans) else None
 
 
 def _uses_kernels(query: Tensor) -> bool:
@@ -170,15 +151,9 @@ def _find(mask: Tensor, B: int, T: int) -> _Visible | None:
 
 def _spans(queries: Tensor, keys: Tensor, causal: bool) -> list[Span] | None:
     """Return the spans of visible queries `[B, T]` and keys `[B, S]`, or None if a row has gaps."""
-    ends = []
-    for visible in (queries, keys):
-        place = torch.arange(visible.shape[1], device=visible.device)
-        first = torch.where(visible, place, visible.shape[1]).amin(1)
-        end = torch.where(visible, place + 1, 0).amax(1)
-        first = torch.minimum(first, end)  # both 0 without a visible one
-        if not torch.equal(end - first, visible.sum(1)):
-            return None
-        ends += [first.tolist(), end.tolist()]
-    spans = list(zip(*ends, strict=True))
+    query_span, key_span = first_and_end(queries), first_and_end(keys)
+    if query_span is None or key_span is None:
+        return None
+    spans = list(map(Span, *query_span, *key_span))
     # SDPA's is_causal counts from the first query and the first key.
-    return None if causal and any(first != first_key for first, _, first_key, _ in spans) else spans
+    return None if causal and any(span.first != span.first_key for span in spans) else spans

@@ -93,6 +93,11 @@ def sinks(heads: int = H) -> Tensor:
     return torch.randn(heads, dtype=torch.float64)
 
 
+def keys_between(first: list[int], end: list[int]) -> Tensor:
+    places = torch.arange(S)
+    return (places >= torch.tensor(first)[:, None]) & (places < torch.tensor(end)[:, None])
+
+
 def form(**rules: Any) -> Callable[[], dict[str, Any]]:
     """Make the rules of a call anew each time: tensors of lists, and what functions draw."""
     tensors = {name: torch.tensor(x) for name, x in rules.items() if isinstance(x, list)}
@@ -114,6 +119,24 @@ FORMS = {
         causal=True, alignment="bottom_right", query_lengths=[3, 5, 2], key_lengths=[7, 2, 2]
     ),
     "key_mask": form(key_mask=lambda: torch.arange(S) % torch.tensor([[9], [1], [2]]) > 0),
+    "key_mask, left": form(key_mask=lambda: keys_between([2, 7, 4], [7, 7, 7])),
+    "key_mask, left, causal": form(causal=True, key_mask=lambda: keys_between([2, 6, 0], [7, 7, 7])),
+    "key_mask, left, causal bottom_right": form(
+        causal=True, alignment="bottom_right", key_mask=lambda: keys_between([2, 6, 0], [7, 7, 7])
+    ),
+    "key_mask, left, window": form(window=(1, 1), key_mask=lambda: keys_between([2, 0, 3], [7, 5, 7])),
+    "key_mask, both sides, window, lengths of queries": form(
+        window=(2, None), causal=True, query_lengths=[5, 2, 3], key_mask=lambda: keys_between([1, 0, 3], [7, 5, 4])
+    ),
+    "key_mask, right, causal bottom_right": form(
+        causal=True, alignment="bottom_right", key_mask=lambda: keys_between([0, 0, 0], [7, 5, 0])
+    ),
+    "key_mask, left, distance_bias": form(
+        distance_bias=by_distance, key_mask=lambda: keys_between([2, 0, 4], [7, 7, 7])
+    ),
+    "key_mask of the same keys, causal, additive": form(
+        causal=True, mask=lambda: additive(H, T, S), key_mask=lambda: keys_between([1, 1, 1], [6, 6, 6])
+    ),
     "bool [T, S]": form(mask=lambda: boolean(T, S)),
     "bool [S]": form(mask=lambda: torch.rand(S) < 0.6),
     "bool [B, 1, T, S]": form(mask=lambda: boolean(B, 1, T, S)),

@@ -12,6 +12,8 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import fastformer
 from fastformer.functional import attention, attention_with_weights, packed_attention
+from fastformer.functional.attention import spans
+from fastformer.functional.attention.spans import SHORTEST
 from fastformer.packing import Layout
 from tests.functional.attention_forms import FORMS, INF, B, H, S, T, boolean, by_distance, naive, sinks
 from tests.support.all_pairs import all_pairs, name
@@ -46,8 +48,11 @@ def with_leaves(op, rules, names, *x):
     return op(*x[:3], **rules | dict(zip(names, x[3:], strict=True)))
 
 
-@pytest.mark.parametrize(("form", "kv_heads", "op"), all_pairs(FORMS, [H, 2], ["whole", "with weights"]))
-def test_values_and_gradients_are_those_of_the_formula(form, kv_heads, op):
+@pytest.mark.parametrize(("form", "kv_heads", "op"), all_pairs(FORMS, [H, 2], ["whole", "in spans", "with weights"]))
+def test_values_and_gradients_are_those_of_the_formula(form, kv_heads, op, monkeypatch):
+    if op == "in spans":
+        monkeypatch.setattr(spans, "SHORTEST", 0)
+        monkeypatch.setattr(spans, "_LEAST_HIDDEN", 0)
     rules = FORMS[form]()
     inputs = [random(B, H, T, 3), random(B, kv_heads, S, 3), random(B, kv_heads, S, 5 - kv_heads // 2)]
     names = [name for name in LEARNT if name in rules and rules[name].is_floating_point()]
@@ -132,6 +137,32 @@ def test_a_mask_of_queries_reaches_sdpa_with_all_keys(rules, masks_of_sdpa):
     (mask,) = masks_of_sdpa
     assert mask.shape[-1] == S
     assert mask.stride(-1) == 1
+
+
+PLACES, LENGTHS = torch.arange(SHORTEST), torch.tensor([SHORTEST, 70, 0])
+REAL = LENGTHS[:, None] > PLACES  # [B, S]
+
+
+@pytest.mark.parametrize(
+    ("calls", "rules"),
+    [
+        (2, {"query_lengths": LENGTHS, "key_lengths": LENGTHS}),
+        (2, {"key_mask": REAL, "window": (9, 9)}),
+        (2, {"key_mask": REAL.flip(1), "causal": True}),
+        (1, {"key_mask": REAL & (PLACES != 5)}),  # a gap
+        (1, {"key_lengths": LENGTHS.clamp(min=90)}),  # fewer than 48 hidden keys in the mean
+    ],
+    ids=["lengths", "right", "left", "gap", "little"],
+)
+def test_padding_of_long_sequences_costs_nothing(calls, rules, masks_of_sdpa):
+    """Each row with keys is a call of SDPA, which gets no padding, and no mask but for a window."""
+    q, k, v = (random(B, H, SHORTEST, 3) for _ in range(3))
+    expected = output(q, k, v, **rules)
+    real = rules["key_mask"] if "key_mask" in rules else rules["key_lengths"][:, None] > PLACES
+    out = attention(q, *(x.masked_fill(~real[:, None, :, None], torch.nan) for x in (k, v)), **rules)
+    assert_close(out, expected)
+    assert len(masks_of_sdpa) == calls
+    assert any(mask is not None for mask in masks_of_sdpa) == ("window" in rules or calls == 1)
 
 
 @pytest.mark.parametrize("rules", [{"mask": random(T, S)}, {"distance_bias": random(H, 2 * S - 1)}], ids=list)

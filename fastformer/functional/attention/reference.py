@@ -16,6 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fastformer.functional.attention.rules import AttentionRules, allowed_positions, open_dead_rows, with_distances
+from fastformer.functional.attention.spans import attend_in_spans, visible_spans
 from fastformer.functional.dropout import drop
 from fastformer.host.devices import autocasts, product_dtype
 from fastformer.modes import compiling, dispatch_modes, readable
@@ -37,6 +38,9 @@ def only_causal(rules: AttentionRules) -> bool:
 
 def attention(q: Tensor, k: Tensor, v: Tensor, rules: AttentionRules) -> Tensor:
     """Compute `functional.attention` with rules from `check_attention`."""
+    spans = visible_spans(q, k, rules)
+    if spans is not None:
+        return attend_in_spans(attention_over_zeros, q, k, v, rules, spans)
     return attention_over_zeros(*blank_padding(q, k, v, rules), rules)
 
 

@@ -46,7 +46,7 @@ def bench_cached_decoding(race: Race, size: str, batch: int, goal: float | None)
         graphs = recorder(race.device, keeps_memory=True)
         cache = converted.new_cache(memory, capacity=None if graphs is None else length)
         token = torch.empty_like(x[:, :1])
-        step = ReplayedStep(graphs, lambda: converted.step(token, cache), "decoding")
+        step = ReplayedStep(graphs, converted, lambda: converted.step(token, cache), "decoding")
         outputs = []
         for each in torch.split(x, 1, 1):
             token.copy_(each)

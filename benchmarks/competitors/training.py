@@ -129,7 +129,7 @@ def gated_losses(race: Race, *sides: tuple[nn.Module, Loss]) -> list[Tensor]:
         with race.competitor() if losses else nullcontext():
             value = loss()
             value.backward()  # type: ignore[no-untyped-call]
-            losses.append(value)
+            losses.append(value.detach())
         model.train()
     return losses
 

@@ -45,18 +45,20 @@ class ReplayedStep:
 
     Args:
         recorder: None: every call runs the step.
+        model: of the step.
         step: returns tensors, or nothing. It must not depend on numbers that the host counts.
         what: the loop, for the warning.
     """
 
-    def __init__(self, recorder: Recorder | None, step: Step, what: str) -> None:
-        self._recorder, self._step, self._what = recorder, step, what
+    def __init__(self, recorder: Recorder | None, model: torch.nn.Module, step: Step, what: str) -> None:
+        self._recorder, self._model, self._step, self._what = recorder, model, step, what
         self.reset()
 
     def reset(self) -> None:
         """Forget the graph, because tensors of the step were replaced."""
         self._runs = 0
         self._recorded: Recorded | None = None
+        self._buffers: list[torch.Tensor] = []
 
     def __call__(self) -> Any:
         """Run or replay the step; return its output, which the next call may overwrite."""
@@ -70,6 +72,8 @@ class ReplayedStep:
             if self._recorded is None:
                 self._recorder = None
                 return self._step()
+            # The graph reads these even if the model replaces them, such as a growing table of positions.
+            self._buffers = list(self._model.buffers())
         self._recorded.replay()
         return self._recorded.output
 
@@ -85,12 +89,12 @@ def memory_for_graphs(device: torch.device) -> int:
 
 
 def make_room(index: int) -> None:
-    """Return unused memory of torch's allocator to the driver if less than half of the GPU's memory is free.
+    """Return unused memory of torch's allocator to the driver if that is a tenth of the GPU's, and less than half free.
 
     A capture cannot do that, and can take no memory that deleted graphs or eager steps have left in the allocator.
     """
     free, total = torch.cuda.mem_get_info(index)
-    if 2 * free < total:
+    if 2 * free < total and 10 * (torch.cuda.memory_reserved(index) - torch.cuda.memory_allocated(index)) >= total:
         torch.cuda.empty_cache()
 
 

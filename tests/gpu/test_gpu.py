@@ -67,7 +67,7 @@ def loss_curve(backend: str, dtype: torch.dtype, autocast: bool = False) -> list
     losses = []
     with fastformer.backend(backend):
         for step in range(STEPS):
-            given = reverse_batch(step, 32, longest=40).to(torch.device(DEVICE))
+            given = reverse_batch(step, 32, capacity=40).to(torch.device(DEVICE))
             optimizer.zero_grad()
             with torch.autocast(DEVICE, torch.bfloat16, enabled=autocast):
                 loss = translation_loss(model, given, label_smoothing=0.1) / given.tokens
@@ -158,7 +158,7 @@ def test_generation_writes_the_same_texts(options, captures, monkeypatch):
 def test_a_replayed_step_waits_for_nothing(captures):
     source, lengths = sources(RAGGED)
     model, N = gpu_model(), 3
-    state = DecoderState(model, source.cuda(), lengths, N, longest=40)
+    state = DecoderState(model, source.cuda(), lengths, N, capacity=40)
     options = SearchOptions(beam=N, min_length=30, no_repeat_ngram=2)
     beams = Beams(torch.full_like(lengths, 40), N, model.config, options, source.cuda().device, 40)
 
@@ -166,7 +166,7 @@ def test_a_replayed_step_waits_for_nothing(captures):
         beams.advance(state.step(beams.ids))
         state.cache.gather(beams.parents)
 
-    step = ReplayedStep(recorder(torch.device("cuda"), keeps_memory=True), run, "decoding")
+    step = ReplayedStep(recorder(torch.device("cuda"), keeps_memory=True), model, run, "decoding")
     for _ in range(3):
         step()
     assert len(captures) == 1

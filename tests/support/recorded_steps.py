@@ -136,7 +136,7 @@ def steps_of_both(
     device = model.output.weight.device
     source, lengths_ = sources(lengths)
     arguments = model, source.to(device), lengths_, hypotheses
-    static, growing = DecoderState(*arguments, longest=steps), DecoderState(*arguments)
+    static, growing = DecoderState(*arguments, capacity=steps), DecoderState(*arguments)
     generator = torch.Generator().manual_seed(1)
     B, N = len(lengths), hypotheses
     fed, parents = torch.full((B * N,), BOS, device=device), torch.arange(B * N, device=device)
@@ -145,7 +145,7 @@ def steps_of_both(
         static.cache.gather(parents)
         return static.step(fed)
 
-    replayed = ReplayedStep(recorder, run, "decoding")
+    replayed = ReplayedStep(recorder, model, run, "decoding")
     for t in range(steps):
         yield replayed(), growing.step(fed)
         swap = torch.cat([torch.randint(b * N, b * N + N, (N,), generator=generator) for b in range(B)]).to(device)

@@ -104,7 +104,7 @@ class LanguageState:
         # Without a reference to self, which would keep the cache and the graph until Python collects garbage.
         self._ids = torch.zeros(len(self.windows), dtype=torch.int64, device=self.logits.device)
         step = partial(next_logits, self.model, self.model.embedding, self.cache, self._ids)
-        self._step = ReplayedStep(self._recorder, step, "generation")
+        self._step = ReplayedStep(self._recorder, self.model, step, "generation")
 
     def step(self, ids: Tensor) -> Tensor:
         """Feed the next token of each row, int64 `[B]`; return the logits of the one after, `[B, V]`.
@@ -197,6 +197,8 @@ def sample(
         forbidden = special | ({c.eos_id} if t < options.min_new_tokens else set())
         ids = choose_ids(logits, options, uniform, sorted(forbidden))
         chosen = ids.tolist()
+        if -1 in chosen:
+            raise FloatingPointError("the model's scores are not numbers: it has diverged")
         yield [(active[row][0], i) for row, i in enumerate(chosen) if row not in ended]
         ended |= {row for row, i in enumerate(chosen) if options.stop_at_eos and i == c.eos_id}
         if len(ended) == len(active) or t + 1 == options.max_new_tokens:

@@ -42,21 +42,19 @@ def choose_ids(
         forbidden: ids that must not be chosen.
 
     Returns:
-        int64 `[B]`.
+        int64 `[B]`; -1 if the logits of a row hold NaN, or no id is allowed.
 
     Raises:
         ValueError: uniform is missing.
-        FloatingPointError: the logits of a row hold NaN, or no id is allowed.
     """
     limits = torch.finfo(torch.float32)
     logits = logits.float().clone()
     for i in forbidden:  # a list of indices would be copied to the device, for which the host waits
         logits[:, i] = -math.inf
     best, ids = logits.max(-1, keepdim=True)
-    if not bool(best.isfinite().all()):
-        raise FloatingPointError("the model's scores are not numbers: it has diverged")
+    valid = best.squeeze(1).isfinite()
     if options.temperature == 0:
-        return ids.squeeze(1)
+        return torch.where(valid, ids.squeeze(1), -1)
     if uniform is None:
         raise ValueError("uniform must be given unless the temperature is 0")
     # The largest is subtracted first, so that no score overflows; beyond the limits, 0 / 0 and inf / inf would be NaN.
@@ -72,7 +70,7 @@ def choose_ids(
     total = cumulative[:, -1:]
     # Below the total even where the product is rounded up to it: the chosen id has a probability above 0.
     drawn = torch.minimum(uniform[:, None] * total, total.nextafter(torch.zeros_like(total)))
-    return torch.searchsorted(cumulative, drawn, right=True).squeeze(1)
+    return torch.where(valid, torch.searchsorted(cumulative, drawn, right=True).squeeze(1), -1)
 
 
 def _nucleus(p: Tensor, mass: float) -> tuple[Tensor, Tensor]:

@@ -178,7 +178,7 @@ class Beams:
         totals = self._totals.view(-1, 1)
         if self.options.sample:
             (uniform,) = send(log_p.device, torch.tensor(draws, dtype=self._scores.dtype, device="cpu"))
-            places = choose_ids(log_p, self.options, uniform)[:, None]
+            places = choose_ids(log_p, self.options, uniform)[:, None].clamp_(min=0)
             return totals + log_p.gather(1, places), places
         if N == 1:
             best, places = log_p.max(-1, keepdim=True)

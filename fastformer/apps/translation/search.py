@@ -125,8 +125,9 @@ def beam_search(
     limits = options.limits(source_lengths, model.config)
     longest = int(limits.max())
     recorder = recorder_of(model, model.config.decoder_layers, N * limits.numel() * longest, options.cuda_graphs)
-    state = DecoderState(model, source, source_lengths, N, longest if recorder else None)
-    capacity = longest if recorder else min(longest, _FIRST_CAPACITY)
+    # A graph reorders hypotheses by copying the capacity of the cache, so it grows where there are several.
+    capacity = longest if recorder and N == 1 else min(longest, _FIRST_CAPACITY)
+    state = DecoderState(model, source, source_lengths, N, capacity if recorder else None)
     beams = Beams(limits, N, model.config, options, source.device, capacity)
     chooses = recorder is not None and not options.sample  # a drawn token waits for the device
 
@@ -139,14 +140,19 @@ def beam_search(
             state.cache.gather(beams.parents)  # type: ignore[attr-defined]
         return None
 
-    step = ReplayedStep(recorder, run, "decoding")
+    step = ReplayedStep(recorder, model, run, "decoding")
     results: list[list[Hypothesis]] = [[] for _ in range(limits.numel())]
     batch = list(range(limits.numel()))  # the sentences whose rows are in the state
     idle_rows = 0  # of sentences that are done, at each step
     for length in range(1, longest + 1):
+        if length > capacity:
+            capacity = min(longest, 2 * capacity)
+            beams.reserve(capacity)
+            if recorder:
+                state.cache.grow(capacity)  # type: ignore[attr-defined]
+                step.reset()
         logits = step()
         if logits is not None:
-            beams.reserve(length)
             beams.advance(logits, [streams[i].random() for i in batch] if options.sample else [])
         status = beams.status.tolist()
         if DIVERGED in status:

@@ -17,8 +17,8 @@ class DecoderState:
         source: int64 ids with eos, packed `[S]` or padded `[B, S]`.
         source_lengths: int64 `[B]`.
         hypotheses: N, rows a sentence.
-        longest: the most steps that will be taken, at most what learned positions hold. The cache then has that
-            capacity and counts the positions on the device, so that a CUDA graph can repeat a step. None: it grows.
+        capacity: of the cache, in tokens, at most what learned positions hold. It then counts the positions on the
+            device, so that a CUDA graph can repeat a step. None: it grows.
 
     Raises:
         RuntimeError: a layer of the decoder, or attention in it, has hooks or a class that fastformer does not know.
@@ -30,11 +30,11 @@ class DecoderState:
         source: Tensor,
         source_lengths: Tensor,
         hypotheses: int = 1,
-        longest: int | None = None,
+        capacity: int | None = None,
     ) -> None:
         memory, layout = model.encode(source, source_lengths)
         self.model = model
-        self.cache = model.decoder.new_cache(memory, memory_layout=layout, hypotheses=hypotheses, capacity=longest)
+        self.cache = model.decoder.new_cache(memory, memory_layout=layout, hypotheses=hypotheses, capacity=capacity)
 
     def step(self, ids: Tensor) -> Tensor:
         """Feed the next token of each row, int64 `[R]`; return the logits of the one after, `[R, V]`."""

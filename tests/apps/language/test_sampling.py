@@ -119,8 +119,9 @@ def test_scores_that_are_no_numbers(value):
     logits = torch.zeros(3, 5)
     logits[1, 2] = value
     for temperature in (0, 1.0):
-        with pytest.raises(FloatingPointError, match="the model's scores are not numbers"):
-            choose_ids(logits, SamplingOptions(temperature=temperature), grid(3))
+        ids = choose_ids(logits, SamplingOptions(temperature=temperature), grid(3)).tolist()
+        assert ids[1] == -1
+        assert min(ids[0], ids[2]) >= 0
 
 
 def test_streams_depend_on_seed_prompt_and_copy_alone():

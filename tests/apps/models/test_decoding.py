@@ -1,5 +1,7 @@
 """Loops of decoding replay CUDA graphs where the device has them, the cache is small enough, and no hook is lost."""
 
+import weakref
+
 import pytest
 import torch
 
@@ -9,6 +11,7 @@ from fastformer.apps.models.decoding import recorder_of
 from fastformer.apps.models.sampling import RandomStreams
 from fastformer.apps.translation.search import SearchOptions, greedy_search
 from fastformer.apps.translation.state import DecoderState
+from fastformer.host.cuda_graphs import Recorded, ReplayedStep
 from tests.support import language_task, translation_task
 from tests.support.uncached_search import RAGGED, sources
 
@@ -54,3 +57,18 @@ def test_an_error_without_a_gpu():
     ):
         with pytest.raises(ValueError, match="cuda_graphs has an effect only with a CUDA device, not with a cpu"):
             run()
+
+
+def test_a_graph_keeps_the_buffers_that_it_reads(tape, monkeypatch):
+    """A table of positions that grows is replaced; a graph would read the memory of the table before."""
+    monkeypatch.setattr(tape, "capture", lambda step: Recorded(step, None))  # the tape itself keeps what it reads
+    model = torch.nn.Module()
+    model.register_buffer("table", torch.zeros(3))
+    step = ReplayedStep(tape, model, lambda: None, "decoding")
+    step()
+    step()
+    table = weakref.ref(model.table)
+    model.table = torch.zeros(6)
+    assert table() is not None
+    step.reset()
+    assert table() is None

@@ -302,11 +302,13 @@ def test_batches_that_do_not_fit_are_named(batch, what):
         shape_of(batch)
 
 
-@pytest.mark.parametrize(("free", "released"), [(49, True), (50, False)])
-def test_a_capture_finds_free_memory(free, released, monkeypatch):
+@pytest.mark.parametrize(("free", "unused", "released"), [(49, 10, True), (50, 10, False), (49, 9, False)])
+def test_a_capture_finds_free_memory(free, unused, released, monkeypatch):
     """On an H200, captures failed once deleted graphs had used most of its memory."""
     calls = []
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda index: (free, 100))
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda index: 30)
+    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda index: 30 - unused)
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: calls.append(1))
     cuda_graphs.make_room(0)
     assert bool(calls) == released

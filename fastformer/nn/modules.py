@@ -171,9 +171,6 @@ class FeedForward(nn.Module):
         return f"activation={self.activation!r}" + (", recompute=True" if self.recompute else "")
 
 
-SequentialFeedForward = nn.Sequential  # named in pickles of models that earlier versions converted
-
-
 class LinearCrossEntropy(nn.Module):
     """Output projection and cross entropy in one step, which need not store the logits.
 

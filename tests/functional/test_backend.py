@@ -4,7 +4,7 @@ Calls on a GPU are decided on fake tensors by the name of the GPU.
 """
 
 from concurrent.futures import ThreadPoolExecutor
-from types import SimpleNamespace
+from typing import NamedTuple
 
 import pytest
 import torch
@@ -340,9 +340,16 @@ def test_compiled_code_follows_a_switch():
         compiled(DOUBLE)
 
 
+class Hopper(NamedTuple):
+    """The properties of a GPU; torch.compile takes no SimpleNamespace made in a compiled function."""
+
+    major: int = 9
+    minor: int = 0
+
+
 def test_torch_compile_reads_the_target_of_a_gpu_without_a_warning(monkeypatch):
     monkeypatch.setattr(architecture, "_targets", {})
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(major=9, minor=0))
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: Hopper())
 
     @torch.compile(backend="eager", fullgraph=True)
     def add_length(x):

@@ -11,8 +11,7 @@ from fastformer.apps.models import decoding
 from fastformer.apps.models.sampling import RandomStreams
 from fastformer.apps.translation.beams import Beams
 from fastformer.apps.translation.model import TranslationModel, translation_loss
-from fastformer.apps.translation.search import SearchOptions, beam_search, greedy_search
-from fastformer.apps.translation.state import DecoderState
+from fastformer.apps.translation.search import DecoderState, SearchOptions, beam_search, greedy_search
 from fastformer.host.cuda_graphs import ReplayedStep, recorder
 from tests.support.closeness import assert_close, gradients
 from tests.support.fused_op import DEVICE

@@ -32,9 +32,6 @@ def random_batch(lengths: Sequence[int], seed: int = 0, vocabulary: int = 17) ->
     return LanguageBatch(*(torch.tensor(x, dtype=torch.int64) for x in (read, predicted, list(lengths))))
 
 
-STEPS_VOCABULARY = 11  # four special ids and the numbers 0-6
-
-
 def steps_documents(count: int, seed: int) -> EncodedDocuments:
     """Return documents that count modulo 7 from a random start in random steps of 1 to 6, 3 to 12 numbers long.
 

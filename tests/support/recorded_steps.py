@@ -20,7 +20,7 @@ from torch.utils._pytree import tree_leaves
 
 from fastformer import modes
 from fastformer.apps.translation.model import TranslationModel
-from fastformer.apps.translation.state import DecoderState
+from fastformer.apps.translation.search import DecoderState
 from fastformer.host.cuda_graphs import Recorded, Recorder, ReplayedStep
 from tests.support.translation_task import BOS
 from tests.support.uncached_search import sources

@@ -12,10 +12,10 @@ from typing import Any, Literal, get_args
 import torch
 from torch import Tensor, nn
 
-from fastformer.apps.export.weights import export_folder
 from fastformer.apps.models.embeddings import Embedding, sinusoidal_positions
 from fastformer.apps.models.settings import ModelSettings
 from fastformer.apps.runs.application import application_for
+from fastformer.apps.system.files import new_folder
 from fastformer.apps.text import Tokenizer
 from fastformer.nn.activations import is_gated
 from fastformer.nn.projections import QK_EPS, Projections
@@ -91,7 +91,7 @@ def export_ctranslate2(
     spec.config.layer_norm_epsilon = c.norm_eps
     spec.validate()
     spec.optimize(quantization=quantization)
-    with export_folder(folder) as new:
+    with new_folder(Path(folder).resolve()) as new:
         spec.save(str(new))
         application.save_tokenizers(new, tokenizers)
 

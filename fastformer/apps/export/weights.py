@@ -1,8 +1,7 @@
 """Export a model as safetensors, with its settings as JSON and its tokenizers."""
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -33,21 +32,8 @@ def export_safetensors(
         ValueError: the number of tokenizers is wrong.
     """
     application, dtype = application_for(model, tokenizers), str(next(model.parameters()).dtype).partition(".")[2]
-    with export_folder(folder) as new:
+    with new_folder(Path(folder).resolve()) as new:
         write_weights(new / "model.safetensors", model.state_dict())
         content = {"kind": application.kind, "dtype": dtype, "model": model.config, "data": data or {}}
         (new / "config.json").write_text(json.dumps(content, indent=1, default=to_plain) + "\n", encoding="utf-8")
         application.save_tokenizers(new, tokenizers)
-
-
-@contextmanager
-def export_folder(folder: Path | str) -> Iterator[Path]:
-    """Yield a temporary folder, which is renamed to `folder` when the block ends.
-
-    Raises FileExistsError if the folder has files, and the errors of `new_folder`.
-    """
-    folder = Path(folder).resolve()
-    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-        raise FileExistsError(f"{folder} exists already; choose another folder")
-    with new_folder(folder) as temporary:
-        yield temporary

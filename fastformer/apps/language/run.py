@@ -207,8 +207,7 @@ class LanguageRun(Run):
 
         def score(model: LanguageModel, indices: NDArray[np.int64]) -> dict[str, float]:
             chosen = pieces.take(indices)
-            loss = _nats(model, chosen) / chosen.predictions
-            return {"loss": loss, "perplexity": _perplexity(loss)}
+            return {"loss": _nats(model, chosen) / chosen.predictions}  # the trainer adds the perplexity
 
         return Validation(len(pieces), score)
 

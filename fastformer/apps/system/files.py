@@ -109,8 +109,10 @@ def synchronise(path: Path) -> None:
 def new_folder(folder: Path) -> Iterator[Path]:
     """Yield a hidden folder that is renamed to `folder`, new or empty, when the block ends; removed if it raises.
 
-    Raises FileExistsError for the current folder: the user's shell would be left in the removed one.
+    Raises FileExistsError for a folder with files, and for the current one, in which the user's shell would be left.
     """
+    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        raise FileExistsError(f"{folder} exists already; choose another folder")
     if folder.resolve() == Path.cwd():
         raise FileExistsError(f"{folder} is the folder that you are in, and would be replaced; choose another")
     temporary = folder.with_name(f".{folder.name}.tmp")

@@ -9,8 +9,7 @@ from fastformer.apps.language.sampling import LanguageState, SamplingOptions, sa
 from fastformer.apps.models import decoding
 from fastformer.apps.models.decoding import recorder_of
 from fastformer.apps.models.sampling import RandomStreams
-from fastformer.apps.translation.search import SearchOptions, greedy_search
-from fastformer.apps.translation.state import DecoderState
+from fastformer.apps.translation.search import DecoderState, SearchOptions, greedy_search
 from fastformer.host.cuda_graphs import Recorded, ReplayedStep
 from tests.support import language_task, translation_task
 from tests.support.uncached_search import RAGGED, sources

@@ -7,8 +7,7 @@ from fastformer.apps.models import decoding
 from fastformer.apps.train import TrainConfig
 from fastformer.apps.translation import search
 from fastformer.apps.translation.run import DataConfig, TranslationRun
-from fastformer.apps.translation.search import SearchOptions, beam_search, greedy_search
-from fastformer.apps.translation.state import DecoderState
+from fastformer.apps.translation.search import DecoderState, SearchOptions, beam_search, greedy_search
 from tests.support.fused_op import poisoned
 from tests.support.recorded_steps import steps_of_both
 from tests.support.translation_task import random_model

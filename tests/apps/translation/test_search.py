@@ -9,8 +9,7 @@ import torch
 from torch import nn
 
 from fastformer.apps.models.sampling import RandomStreams
-from fastformer.apps.translation.search import SearchOptions, beam_search, greedy_search
-from fastformer.apps.translation.state import DecoderState
+from fastformer.apps.translation.search import DecoderState, SearchOptions, beam_search, greedy_search
 from tests.support.translation_task import BOS, EOS, PAD, UNK, random_model, reverse_batch, reversing_model
 from tests.support.uncached_search import (
     RAGGED,

@@ -17,7 +17,6 @@ from tests.compiled.ptx.shared_memory import BASE
 from tests.compiled.ptx.warps import fragments, numbers
 
 _SWIZZLE = {0: 0, 1: 128, 2: 64, 3: 32}  # of a descriptor: bytes of a row
-_NOWHERE = np.zeros(1, i64)
 
 
 class Operand(NamedTuple):

@@ -24,7 +24,7 @@ from benchmarks.codegen.checks.loops import Loop
 from benchmarks.report import BEGIN, END
 from fastformer.apps.cli.console import app as app_of_commands
 from fastformer.apps.cli.options import GROUPS, options_by_group, walk
-from fastformer.apps.settings import Settings, declared, explained
+from fastformer.apps.settings import Settings, help_line, typed_fields
 
 DOCS = Path(__file__).resolve().parent
 ROOT = DOCS.parent
@@ -194,7 +194,7 @@ def with_links(markdown: str, folder: Path) -> str:
 def say_settings(app: Sphinx, what: str, name: str, thing: object, options: object, lines: list[str]) -> None:
     """Write down settings, whose help, bounds and conditions are declared in their fields."""
     if isinstance(thing, type) and issubclass(thing, Settings):
-        each = [f"    {item.name}: {explained(item, [thing])}." for item, _ in declared(thing)]
+        each = [f"    {item.name}: {help_line(item, [thing])}." for item, _ in typed_fields(thing)]
         lines += ["", "Attributes:", *each, ""] * bool(each)
     elif what in ("attribute", "property"):
         lines[:0] = [

@@ -32,7 +32,7 @@ def autocast_on_gpu_has(op: str) -> bool:
     return torch._C._dispatch_has_kernel_for_dispatch_key(f"aten::{op}", "AutocastCUDA")
 
 
-def watched() -> bool:
+def needs_dispatcher() -> bool:
     """Return whether something observes single ops or needs a rule for each: no op may then replace several."""
     return (
         compiling()
@@ -43,12 +43,12 @@ def watched() -> bool:
     )
 
 
-def transformed() -> bool:
+def in_functorch() -> bool:
     """Return whether a transform of torch.func is active; False while compiling, when torch cannot tell."""
     return not compiling() and functorch_level() is not None
 
 
-def batched() -> bool:
+def in_vmap() -> bool:
     """Return whether a vmap is active; any argument of an op may then stand for many tensors, a weight included."""
     return _has_level(torch._C._functorch.TransformType.Vmap)
 
@@ -57,7 +57,7 @@ def _has_level(kind: Any) -> bool:
     return any(level.key() == kind for level in torch._C._functorch.get_interpreter_stack() or ())
 
 
-def stands_for_many(x: Tensor) -> bool:
+def is_batched_tensor(x: Tensor) -> bool:
     """Return whether x stands for many tensors of a vmap, also inside other transforms of torch.func."""
     functorch = torch._C._functorch
     while functorch.is_functorch_wrapped_tensor(x):
@@ -67,7 +67,7 @@ def stands_for_many(x: Tensor) -> bool:
     return False
 
 
-def recorded() -> bool:
+def is_recording_graph() -> bool:
     """Return whether the ops that run are recorded as a program, by torch.compile, export, a trace or make_fx."""
     return compiling() or tracing_state() is not None or (dispatch_modes() > 0 and _proxy_mode() is not None)
 
@@ -76,9 +76,9 @@ def _proxy_mode() -> Any:
     return torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.PROXY)
 
 
-def functionalised() -> bool:
+def in_functionalize() -> bool:
     """Return whether torch.func.functionalize is active; its tensors have no memory, and it supports no Function."""
-    return transformed() and _has_level(torch._C._functorch.TransformType.Functionalize)
+    return in_functorch() and _has_level(torch._C._functorch.TransformType.Functionalize)
 
 
 def capturing(x: Tensor) -> bool:
@@ -95,8 +95,8 @@ def has_values(x: Tensor) -> bool:
     """Return whether the values of x, on any device, may decide what runs: they exist, and are those of this batch."""
     if compiling() or tracing_state() is not None or x.is_meta or isinstance(x, FakeTensor):
         return False
-    if dispatch_modes() > 0 and recorded():
+    if dispatch_modes() > 0 and is_recording_graph():
         return False
-    if functorch_level() is not None and (functionalised() or stands_for_many(x)):
+    if functorch_level() is not None and (in_functionalize() or is_batched_tensor(x)):
         return False
     return not (x.is_cuda and capturing(x))

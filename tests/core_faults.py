@@ -41,7 +41,7 @@ ROWS: dict[str, list[tuple[str, str, str]]] = {
     "modes": [
         ("compiling = torch.compiler.is_compiling ", "compiling = bool ",
          COMPILED + "[TransformerEncoder-None]"),
-        ("(functionalised() or stands_for_many(x))", "functionalised()",
+        ("(in_functionalize() or is_batched_tensor(x))", "in_functionalize()",
          "nn/test_padding_free.py::test_gradients_by_vmap_are_those_of_each_sequence"),
     ],
     "backend": [
@@ -270,8 +270,8 @@ ROWS: dict[str, list[tuple[str, str, str]]] = {
          "nn/test_options.py::test_steps_equal_the_whole"),
         ("if layer.norm_first else _norm(norm, x + step(x))", "",
          "nn/test_cache.py::test_steps_of_every_kind_of_layer_equal_the_whole_row"),
-        ('if len(plain_parts(layer, layer.part_types)) != len(modules) - ("activation" in modules):', "if False:",
-         CHANGED),
+        ('if len(unmodified_children(layer, layer.part_types)) != len(modules) - ("activation" in modules):',
+         "if False:", CHANGED),
     ],
     "nn/layer_stack": [
         ("own = torchs_form(masks[0], x, first.self_attn.batch_first, canonical=len(masks) == 1)", "pass", CALLED),

@@ -179,7 +179,7 @@ def _has(text: str, word: str) -> bool:
     )
 
 
-def declared(settings: type) -> list[tuple["Field[Any]", Any]]:
+def typed_fields(settings: type) -> list[tuple["Field[Any]", Any]]:
     """Return the fields of settings, each with its type."""
     hints = typing.get_type_hints(settings)
     return [(item, hints[item.name]) for item in fields(settings)]
@@ -196,7 +196,7 @@ def befores(settings: type) -> dict[str, Any]:
     return {name: before for name, before in values.items() if before is not MISSING}
 
 
-def explained(item: "Field[Any]", settings: Sequence[type]) -> str:
+def help_line(item: "Field[Any]", settings: Sequence[type]) -> str:
     """Return a setting's line of help: meaning, choices, bounds and conditions, which may name fields of `settings`."""
     about = item.metadata
     only = ", ".join(_in_words(name, condition, settings) for name, condition in about["only"].items())
@@ -214,7 +214,7 @@ def default_text(item: "Field[Any]") -> str:
     return " ".join(map(str, item.default)) if isinstance(item.default, tuple) else str(item.default)
 
 
-def refuse_idle(given: Given, sections: Mapping[str, Any], *others: Any) -> None:
+def reject_unused_options(given: Given, sections: Mapping[str, Any], *others: Any) -> None:
     """Raise ValueError for settings that were given and have no effect, naming all and the unmet conditions.
 
     A given False needs no effect. others: further objects whose attributes conditions may name.
@@ -225,14 +225,14 @@ def refuse_idle(given: Given, sections: Mapping[str, Any], *others: Any) -> None
         for item in fields(settings):
             if item.name not in given.get(section, ()) or getattr(settings, item.name) is False:
                 continue
-            for name, condition, value in list(unmet(item, everything))[:1]:
+            for name, condition, value in list(unmet_conditions(item, everything))[:1]:
                 actual = "" if condition in (None, SET) else f", not {_in_words(name, value, everything)}"
                 idle.append(f"{item.name} has an effect only {_in_words(name, condition, everything)}{actual}")
     if idle:
         raise ValueError(f"{'; '.join(idle)}; leave {'it' if len(idle) == 1 else 'them'} out")
 
 
-def unmet(item: "Field[Any]", settings: Sequence[Any]) -> Iterator[tuple[str, Any, Any]]:
+def unmet_conditions(item: "Field[Any]", settings: Sequence[Any]) -> Iterator[tuple[str, Any, Any]]:
     """Yield the conditions of a field that do not hold: name, allowed values, actual value."""
     for name, condition in item.metadata["only"].items():
         owner = next((each for each in settings if hasattr(each, name)), None)

@@ -18,7 +18,7 @@ from fastformer.functional.attention.reference import only_causal
 from fastformer.functional.attention.rules import AttentionRules
 from fastformer.functional.preferences import SIXTEEN_BITS, Use, why_sdpa
 from fastformer.host.devices import product_dtype
-from fastformer.modes import batched, compiling, forward_ad, function_modes, functorch_level
+from fastformer.modes import compiling, forward_ad, function_modes, functorch_level, in_vmap
 from fastformer_kernels.host.architecture import EXACT_ON_TENSOR_CORES, architecture_of, target_of
 
 OPS = (
@@ -91,7 +91,7 @@ def unsupported(op: str, x: Tensor) -> str | None:
         return f"{op} is not measured on this GPU, {target}; backend 'triton' runs the kernels"
     elif FAULT_OF_LAUNCHERS is not None:
         return f"{op} {FAULT_OF_LAUNCHERS}"
-    if functorch_level() is not None and batched():
+    if functorch_level() is not None and in_vmap():
         return f"{op} has no rule for torch.func.vmap"
     if forward_ad._current_level >= 0:
         return f"{op} has no forward-mode derivative"

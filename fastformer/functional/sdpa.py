@@ -17,7 +17,7 @@ from fastformer.functional.attention.reference import attention_over_zeros
 from fastformer.functional.attention.rules import AttentionRules
 from fastformer.functional.attention.spans import SHORTEST, Span, attend_in_spans, faster_in_spans, first_and_end
 from fastformer.functional.choice import unsupported
-from fastformer.modes import function_modes, has_values, watched
+from fastformer.modes import function_modes, has_values, needs_dispatcher
 
 _SDPA = F.scaled_dot_product_attention
 
@@ -84,7 +84,11 @@ class CallsSdpa(TorchFunctionMode):
 def _visible(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, grouped: bool) -> _Visible | None:
     """Return what the mask of a call shows if the call can skip the rest, and is faster so, else None."""
     inputs = query, key, value, mask
-    if watched() or function_modes() or not all(type(x) is Tensor or type(x) is torch.nn.Parameter for x in inputs):
+    if (
+        needs_dispatcher()
+        or function_modes()
+        or not all(type(x) is Tensor or type(x) is torch.nn.Parameter for x in inputs)
+    ):
         return None
     if not all(x.dim() == 4 for x in inputs[:3]) or mask.requires_grad or not has_values(mask):
         return None

@@ -1,8 +1,8 @@
 """Parameters that are cast together for autocast, and their gradients.
 
 torch casts a parameter at its first matrix product, and its gradient in backward: a kernel each, 266 in a
-step of 6+6 layers. Within `cast_together` one op casts all parameters, and one all their gradients: some 8 launches.
-As with torch's cached casts, gradients of a parameter that is used twice are added in 16 bits.
+step of 6+6 layers. Within `cast_parameters_together` one op casts all parameters, and one all their gradients: some 8
+launches. As with torch's cached casts, gradients of a parameter that is used twice are added in 16 bits.
 """
 
 from collections.abc import Iterator, Sequence
@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 
 @contextmanager
-def cast_together(modules: Sequence[nn.Module], dtype: torch.dtype | None) -> Iterator[None]:
+def cast_parameters_together(modules: Sequence[nn.Module], dtype: torch.dtype | None) -> Iterator[None]:
     """Let modules hold copies of their weights and biases in autocast's dtype during a forward pass.
 
     The modules must read them for matrix products alone. Copied are fp32 parameters that require a gradient; backward

@@ -128,7 +128,7 @@ _seeds = _Seeds()
 
 
 @contextmanager
-def seeds_together() -> Iterator[None]:
+def draw_seeds_together() -> Iterator[None]:
     """Draw the seeds of this thread's dropout masks `_SEEDS` at a time, in place of a kernel each. Blocks nest."""
     before = _seeds.unused
     _seeds.unused = {} if before is None else before
@@ -181,7 +181,7 @@ def eager_formula(plain: Formula, *others: Tensor | None) -> Formula | None:
     return unchanged
 
 
-def twice(op: str, formula: Formula | None, seed: Tensor | None = None) -> bool:
+def needs_double_backward(op: str, formula: Formula | None, seed: Tensor | None = None) -> bool:
     """Return whether a backward pass must be differentiable itself, and so must use `formula`, which knows no seed."""
     if formula is None or not torch.is_grad_enabled():
         return False

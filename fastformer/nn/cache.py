@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from fastformer.host.devices import check_tensors, send
 from fastformer.modes import readable
-from fastformer.nn.inspection import check_apart
+from fastformer.nn.inspection import check_layerwise
 from fastformer.nn.kv_write import KVWrite, LayerCache, length_mask, prefers_mask
 from fastformer.nn.rotary import Positions
 from fastformer.packing import Layout, lengths_of, pack, unpack
@@ -57,7 +57,7 @@ class KVCache:
         check_value("rows", rows, int, at_least=0)
         check_value("hypotheses", hypotheses, int, at_least=1)
         check_value("longest", longest, int | None, at_least=1)
-        inspection = check_apart(stack, "decoding with a cache")
+        inspection = check_layerwise(stack, "decoding with a cache")
         if inspection.mixing is not None:
             declare = "if it treats each token alone, declare it with fastformer.token_wise"
             raise RuntimeError(f"{inspection.mixing}: it may look at several positions, and a step has one; {declare}")

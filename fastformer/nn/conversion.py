@@ -11,7 +11,7 @@ from torch import nn
 from torch.nn.utils import parametrize
 
 from fastformer.nn.modules import DROP_INS
-from fastformer.nn.sdpa_calls import calls_sdpa, skipping
+from fastformer.nn.sdpa_calls import calls_sdpa, subclass_calling_sdpa
 from fastformer.nn.stacks import TransformerDecoder, TransformerEncoder
 
 ZEROED = (
@@ -89,7 +89,7 @@ def convert(model: nn.Module, *, padding_free: bool = True, sdpa: bool = False) 
             if (reason := _reason_of_instance(module)) is not None:
                 report.left.append(Entry(name, name_of(kind), reason))
                 continue
-            module.__class__ = skipping(kind)
+            module.__class__ = subclass_calling_sdpa(kind)
             module.__dict__[_MARK] = kind
             report.changed.append(Entry(name, name_of(kind), "calls fastformer.sdpa"))
     for name, stack in model.named_modules():
@@ -118,7 +118,7 @@ def revert(model: nn.Module) -> Conversion:
         before = module.__dict__.get(_MARK)
         if before is None:
             continue
-        if type(module) not in (*DROP_INS.values(), skipping(before)):
+        if type(module) not in (*DROP_INS.values(), subclass_calling_sdpa(before)):
             reason = "its class has changed since it was converted"
         elif "forward" in module.__dict__:
             reason = "its forward was replaced in the instance"

@@ -20,8 +20,8 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from fastformer.functional.choice import runs_fused
 from fastformer.functional.feed_forward.op import activate
 from fastformer.host.devices import autocasts
-from fastformer.modes import watched, without_subclasses
-from fastformer.nn.inspection import has_own_hooks, plain_parts
+from fastformer.modes import needs_dispatcher, without_subclasses
+from fastformer.nn.inspection import has_own_hooks, unmodified_children
 from fastformer.nn.kv_write import KVWrite, LayerCache
 from fastformer.nn.modules import DROP_INS, activation_name
 from fastformer.nn.projections import OUT_PROJECTIONS
@@ -97,7 +97,7 @@ class PackedWeight(nn.Parameter):
     def _may_read_copies(self, *tensors: Tensor | None) -> bool:
         """Return whether no gradient is needed, and no mode observes single operations."""
         learns = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in (self, *tensors))
-        return not learns and not watched() and bool(torch.backends.mkldnn.enabled)
+        return not learns and not needs_dispatcher() and bool(torch.backends.mkldnn.enabled)
 
     def _current_copies(self) -> dict[object, Tensor]:
         """Return the copies of the parameter's present values; discard copies of earlier ones."""
@@ -157,7 +157,7 @@ def has_fast_path(stack: Any, x: Tensor, cache: Any) -> bool:
         return False
     if x.dtype not in (torch.float32, torch.float64) or x.dtype != cache.layers[0].keys.dtype:
         return False  # the ops add up narrower dtypes in wider ones
-    if watched() or autocasts(x) or runs_fused("attention", x) or has_own_hooks(stack):
+    if needs_dispatcher() or autocasts(x) or runs_fused("attention", x) or has_own_hooks(stack):
         return False
     return all(_is_supported(layer) for layer in stack.layers)
 
@@ -166,7 +166,7 @@ def _is_supported(layer: Any) -> bool:
     modules = layer._modules
     if type(layer) not in DROP_INS.values() or has_own_hooks(layer):
         return False
-    if len(plain_parts(layer, layer.part_types)) != len(modules) - ("activation" in modules):
+    if len(unmodified_children(layer, layer.part_types)) != len(modules) - ("activation" in modules):
         return False
     for name in ("self_attn", "multihead_attn"):
         if (attention := modules.get(name)) is None:
@@ -215,7 +215,7 @@ def _self_attention(attention: Any, x: Tensor, layer_cache: LayerCache, write: K
         q, k, v = qkv.split_with_sizes([H, Hkv, Hkv], 2)
     else:
         qk, v = qkv.split_with_sizes([H + Hkv, Hkv], 2)
-        q, k = attention.turn(qk, Positions(write.index, write.end)).split_with_sizes([H, Hkv], 2)
+        q, k = attention.rotate(qk, Positions(write.index, write.end)).split_with_sizes([H, Hkv], 2)
     keys, values = write.write(layer_cache, k, v)
     return _attend(attention, q, keys, values, write.mask(q))
 

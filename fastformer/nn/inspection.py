@@ -48,12 +48,12 @@ def is_sharded(module: nn.Module) -> bool:
     return all(type(getattr(hook, "__self__", None)).__name__ == "FSDPState" for hook in hooks)
 
 
-def plain(module: nn.Module, *types: type[nn.Module]) -> bool:
+def is_unmodified(module: nn.Module, *types: type[nn.Module]) -> bool:
     """Return whether a module is of one of the types, not of a subclass, and has no hooks: an op may replace it."""
     return type(module) in types and not (has_own_hooks(module) or has_global_hooks())
 
 
-def plain_parts(module: nn.Module, types: Mapping[str, tuple[type[nn.Module], ...]]) -> set[str]:
+def unmodified_children(module: nn.Module, types: Mapping[str, tuple[type[nn.Module], ...]]) -> set[str]:
     """Return the names of the children that are `plain`, of the types listed for their name; norms of one dimension."""
     if has_global_hooks():
         return set()
@@ -83,10 +83,12 @@ class Inspection(NamedTuple):
     """Reasons against running the layers of a stack one by one, or on packed tokens; each may be None."""
 
     obstacle: str | None  # why the stack must run on padded batches
-    called: str | None  # why a layer or attention must be called, with masks in torch's form
-    apart: str | None  # why running the layers one by one differs from calling them; hooks of all modules aside
+    must_be_called: str | None  # why a layer or attention must be called, with masks in torch's form
+    layerwise_obstacle: (
+        str | None
+    )  # why running the layers one by one differs from calling them; hooks of all modules aside
     mixing: str | None  # why a module may look at several tokens
-    counting: set[str]  # names of attention whose output depends on the distances between tokens
+    position_dependent: set[str]  # names of attention whose output depends on the distances between tokens
     batch_first: bool | None  # of the layers' attention; None if layers differ or do not state it
 
 
@@ -108,7 +110,7 @@ def inspect_stack(stack: Any) -> Inspection:
             continue
         if has_own_hooks(layer) and not is_sharded(layer):
             reasons.setdefault("called", f"{where} has hooks")
-        unmodified = plain_parts(layer, layer.part_types)
+        unmodified = unmodified_children(layer, layer.part_types)
         for name, module in modules.items():
             if name not in _ATTENTIONS:
                 if name not in unmodified:
@@ -122,9 +124,9 @@ def inspect_stack(stack: Any) -> Inspection:
                     counting.add(name)
                 if module.bias_k is not None or module.add_zero_attn:
                     reasons.setdefault("mixing", f"{where}.{name} has add_bias_kv or add_zero_attn")
-                unmodified_children = plain_parts(module, module.part_types)
+                unmodified_names = unmodified_children(module, module.part_types)
                 for child_name, child in module._modules.items():
-                    if child_name not in unmodified_children:  # a position bias sees no tokens
+                    if child_name not in unmodified_names:  # a position bias sees no tokens
                         path = None if child_name == "position_bias" else f"{where}.{name}.{child_name}"
                         _inspect(child, f"{where}.{name}", path, reasons)
         function = None if isinstance(layer.activation, nn.Module) else layer.activation
@@ -141,7 +143,7 @@ def inspect_stack(stack: Any) -> Inspection:
     return Inspection(everywhere or hooked or mixing, everywhere, called, mixing, counting, order)
 
 
-def check_apart(stack: Any, operation: str) -> Inspection:
+def check_layerwise(stack: Any, operation: str) -> Inspection:
     """Return a stack's inspection; raise if running its layers one by one differs from calling the stack.
 
     Raises:
@@ -151,7 +153,7 @@ def check_apart(stack: Any, operation: str) -> Inspection:
     if not len(stack.layers):
         raise RuntimeError(f"the stack has no layers, which {operation} needs")
     inspection = inspect_stack(stack)
-    reason = "the stack has hooks" if has_own_hooks(stack) and not is_sharded(stack) else inspection.apart
+    reason = "the stack has hooks" if has_own_hooks(stack) and not is_sharded(stack) else inspection.layerwise_obstacle
     if reason is not None:
         raise RuntimeError(f"{reason}, which {operation} does not call; calling the model does")
     modules = ("the stack", stack), *((f"layers.{index}", layer) for index, layer in enumerate(stack.layers))

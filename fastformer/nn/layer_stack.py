@@ -14,13 +14,20 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from fastformer.backend import backend, get_backend
-from fastformer.host.autograd_function import seeds_together
+from fastformer.host.autograd_function import draw_seeds_together
 from fastformer.host.devices import check_types
-from fastformer.modes import compiling, watched
+from fastformer.modes import compiling, needs_dispatcher
 from fastformer.nn.cache import KVCache
 from fastformer.nn.compiled_stack import CompiledStack
 from fastformer.nn.fast_path import has_fast_path, one_token
-from fastformer.nn.inspection import Inspection, check_apart, has_own_hooks, inspect_stack, is_sharded, plain
+from fastformer.nn.inspection import (
+    Inspection,
+    check_layerwise,
+    has_own_hooks,
+    inspect_stack,
+    is_sharded,
+    is_unmodified,
+)
 from fastformer.nn.layers import DeferredResidual, TransformerDecoderLayer, TransformerEncoderLayer
 from fastformer.nn.modules import NORMS
 from fastformer.nn.packed_input import (
@@ -113,7 +120,7 @@ class Stack(nn.Module):
         if need_weights:
             x, *weights = self._run_with_weights(x, memory, (own, *masks[1:]))
             return zero_padding(x, hidden[0], batch_first), *weights
-        if inspection.called is not None:
+        if inspection.must_be_called is not None:
             first: Any = self.layers[0]  # type: ignore[index]
             own = torchs_form(masks[0], x, first.self_attn.batch_first, canonical=len(masks) == 1)
         options: dict[str, Any] = {}
@@ -135,7 +142,7 @@ class Stack(nn.Module):
         has_padding = isinstance(memory, PackedInput) or any(m.padding is not None for m in masks)
         if inspection.obstacle is not None or not (free and has_padding):
             return None
-        batch_first, across = inspection.batch_first, "multihead_attn" in inspection.counting
+        batch_first, across = inspection.batch_first, "multihead_attn" in inspection.position_dependent
         if len(masks) > 1:
             # A custom layer may take a memory that is no tensor.
             if not isinstance(memory, Tensor | PackedInput) or (masks[1].is_causal and masks[1].mask is None):
@@ -146,7 +153,7 @@ class Stack(nn.Module):
                 return None
             if memory is None:
                 return None
-        packed = pack_input(x, masks[0].padding, batch_first, "self_attn" in inspection.counting, across)
+        packed = pack_input(x, masks[0].padding, batch_first, "self_attn" in inspection.position_dependent, across)
         if packed is None or len(masks) == 1:
             return None if packed is None else [packed]
         fits = packed.layout.batch == memory.layout.batch and packed[2:] == memory[2:]
@@ -168,7 +175,7 @@ class Stack(nn.Module):
         memory: of a decoder: the tokens, their layout and the mask.
         """
         inspection = inspect_stack(self)
-        if inspection.called is None and not has_own_hooks(self):
+        if inspection.must_be_called is None and not has_own_hooks(self):
             return self._run_packed(tokens, layout, causal, mask, *memory)
         batch_first = inspection.batch_first is not False
         inputs = [unpack(tokens, layout, batch_first)]
@@ -197,13 +204,13 @@ class Stack(nn.Module):
 
             return self._run_layer(layer, x, *memory[:1], run)
 
-        with nullcontext() if compiling() else seeds_together():
+        with nullcontext() if compiling() else draw_seeds_together():
             return self._run(tokens, lambda _, layer: layer.packed_attentions(*arguments), call)
 
     def _compiled(self) -> CompiledStack | None:
         """Return the compiled functions, if there are some and nothing traces or observes this call."""
         compiled = self._compiled_call_impl
-        return compiled if isinstance(compiled, CompiledStack) and not watched() else None
+        return compiled if isinstance(compiled, CompiledStack) and not needs_dispatcher() else None
 
     def _run(
         self,
@@ -234,13 +241,13 @@ class Stack(nn.Module):
                 carried = call(layer, carried)
         if not isinstance(carried, DeferredResidual):
             return carried if norm is None else norm(carried)
-        return carried.add() if norm is None else carried.norm(norm, plain(norm, *NORMS))[0]
+        return carried.add() if norm is None else carried.norm(norm, is_unmodified(norm, *NORMS))[0]
 
     def _run_with_weights(self, x: Tensor, memory: Tensor | None, masks: Sequence[Masks]) -> tuple[Any, ...]:
         """Run the layers on a padded batch, then the norm; also return all weights, `[layers, B, H, T, S]`."""
         if x.is_nested:
             raise ValueError("need_weights takes padded batches, not nested tensors")
-        check_apart(self, "need_weights")
+        check_layerwise(self, "need_weights")
         weights: tuple[list[Tensor], ...] = ([], [])
         out = self._run(x, lambda _, layer: layer.padded_attentions(memory, masks, weights))
         return out, *(torch.stack(of_layers) for of_layers in weights if of_layers)
@@ -276,7 +283,7 @@ class Stack(nn.Module):
         layers: Any = self.layers
         fast = layout is None and has_fast_path(self, tokens, cache)
         if not fast:
-            check_apart(self, "decoding with a cache")
+            check_layerwise(self, "decoding with a cache")
         write = cache.write(count, layout)
         out: Tensor
         if fast:

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from fastformer import functional
 from fastformer.host.devices import autocasts, check_types, product_dtype
 from fastformer.nn.activations import as_function, is_gated
-from fastformer.nn.inspection import plain, plain_parts
+from fastformer.nn.inspection import is_unmodified, unmodified_children
 from fastformer.nn.modules import NORMS, activation_name, drop_in, make_norm, runs_as_torch, take_over_children
 from fastformer.nn.multihead_attention import MultiheadAttention
 from fastformer.nn.options import LayerOptions, attention_options, check_options
@@ -157,7 +157,7 @@ class _Layer(nn.Module):
         if self.norm_first:
             return self.carry(x, *attentions).add()
         modules: dict[str, Any] = self._modules
-        unmodified = plain_parts(self, PARTS)
+        unmodified = unmodified_children(self, PARTS)
         for number, attend in enumerate((*attentions, None), start=1):
             norm, dropout = f"norm{number}", f"dropout{number}"
             out = self._feed_forward(x, unmodified) if attend is None else attend(x)
@@ -168,7 +168,7 @@ class _Layer(nn.Module):
     def carry(self, x: Tensor | DeferredResidual, *attentions: Attention) -> DeferredResidual:
         """Compute a layer with `norm_first` up to its last sum, which the next norm adds; arguments as of `compose`."""
         modules: dict[str, Any] = self._modules
-        unmodified = plain_parts(self, PARTS)
+        unmodified = unmodified_children(self, PARTS)
         readers = "self_attn", *(["multihead_attn"] if len(attentions) > 1 else []), "linear1"
         for number, reader in enumerate(readers, start=1):
             # If only an unmodified linear layer reads a norm's result, the norm writes it in autocast's dtype.
@@ -258,7 +258,7 @@ class TransformerEncoderLayer(_Layer, nn.TransformerEncoderLayer):
             return 0
         if any(modules[name].training for name in ("dropout", "dropout1", "dropout2")):
             return 0
-        if len(plain_parts(self, PARTS)) < 8 or not modules["self_attn"].is_torchs_formula():
+        if len(unmodified_children(self, PARTS)) < 8 or not modules["self_attn"].is_torchs_formula():
             return 0
         parameters = [modules[name]._parameters for name in ("linear1", "linear2", "norm1", "norm2")]
         return 0 if any(x.get(name) is None for x in parameters for name in ("weight", "bias")) else number
@@ -288,7 +288,7 @@ class TransformerEncoderLayer(_Layer, nn.TransformerEncoderLayer):
             out = self._run_torchs_op(src)
             if out is not None:
                 return out
-        if not self.runs_packed or src.is_nested or not plain(self.self_attn, MultiheadAttention):
+        if not self.runs_packed or src.is_nested or not is_unmodified(self.self_attn, MultiheadAttention):
             return nn.TransformerEncoderLayer.forward(self, src, src_mask, src_key_padding_mask, is_causal)
         masks = (Masks(src_mask, src_key_padding_mask, is_causal),)
         return self.compose(src, *self.padded_attentions(None, masks))

@@ -20,9 +20,9 @@ from fastformer.functional.choice import is_torchs
 from fastformer.functional.feed_forward.op import ACTIVATIONS, GATED, Activation, activate
 from fastformer.functional.linear_cross_entropy.op import REDUCTIONS, Reduction
 from fastformer.host.devices import autocasts, check_probability
-from fastformer.modes import watched
+from fastformer.modes import needs_dispatcher
 from fastformer.nn.activations import FUSED, geglu, gelu_tanh, reglu, swiglu
-from fastformer.nn.inspection import TOKEN_WISE, plain, plain_parts
+from fastformer.nn.inspection import TOKEN_WISE, is_unmodified, unmodified_children
 from fastformer.settings import check_value
 
 _FEW_TOKENS = 256
@@ -49,7 +49,7 @@ def runs_as_torch(x: Tensor) -> bool:
     """
     if torch.is_grad_enabled() or not is_torchs(x, None) or x.is_nested:
         return False
-    return 0 < x.numel() <= _FEW_TOKENS * x.shape[-1] and not (watched() or autocasts(x))
+    return 0 < x.numel() <= _FEW_TOKENS * x.shape[-1] and not (needs_dispatcher() or autocasts(x))
 
 
 def take_over(module: nn.Module) -> None:
@@ -88,7 +88,7 @@ def activation_name(activation: Callable[[Tensor], Tensor]) -> Activation | None
     """Return the name of an activation in `functional.feed_forward`; None if it has none there."""
     if isinstance(activation, FunctionType | BuiltinFunctionType):
         return FUSED.get(activation)
-    if not isinstance(activation, nn.Module) or not plain(activation, nn.ReLU, nn.GELU):
+    if not isinstance(activation, nn.Module) or not is_unmodified(activation, nn.ReLU, nn.GELU):
         return None
     if isinstance(activation, nn.GELU):
         return "gelu_tanh" if activation.approximate == "tanh" else "gelu"
@@ -160,7 +160,7 @@ class FeedForward(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """Map `[..., D]` to `[..., D]`; modules that were replaced or have hooks are called."""
         first, dropout, second = self.linear1, self.dropout, self.linear2
-        if len(plain_parts(self, _FEED_FORWARD)) < len(_FEED_FORWARD):
+        if len(unmodified_children(self, _FEED_FORWARD)) < len(_FEED_FORWARD):
             return second(dropout(activate(first(x), self.activation)))  # type: ignore[no-any-return]
         weights = first.weight, first.bias, second.weight, second.bias
         options = {"dropout_p": dropout.p if dropout.training else 0.0, "recompute": self.recompute}

@@ -54,14 +54,14 @@ class MultiheadAttention(Projections):
         `need_weights`, no `[T, S]` matrix is stored.
         """
         if key_padding_mask is None and key is value and runs_as_torch(query):
-            outputs = self._attend_to_few(query, key, attn_mask, is_causal, need_weights, average_attn_weights)
+            outputs = self._attend_by_torchs_ops(query, key, attn_mask, is_causal, need_weights, average_attn_weights)
             if outputs is not None:
                 return outputs
         check_tensors(("query", "key", "value"), query, (key, value))
         check_types(("key_padding_mask", "attn_mask"), key_padding_mask, attn_mask, optional=True)
         arguments = query, key, value, key_padding_mask, need_weights, attn_mask, average_attn_weights
         if query.is_nested or key.is_nested:  # torch's encoder hands them to layers of other classes, in inference
-            if self.differs:
+            if self.has_extra_options:
                 raise ValueError("query and key must not be nested where attention has options that torch's lacks")
             return super().forward(*arguments)
         # torch's own checks, so that a mistake raises what it raises there.
@@ -105,7 +105,7 @@ class MultiheadAttention(Projections):
 
     def merge_masks(self, attn_mask: Tensor | None, key_padding_mask: Tensor | None, query: Tensor) -> Any:
         """Merge masks as torch does, for torch's fast path; raise if that path ignores options of this module."""
-        if self.differs:
+        if self.has_extra_options:
             raise RuntimeError(
                 "torch.nn's layer takes an inference fast path that ignores fastformer's attention options: call "
                 "fastformer.convert(layer) or torch.backends.mha.set_fastpath_enabled(False)"
@@ -156,7 +156,7 @@ class MultiheadAttention(Projections):
             rules = self.rules(max(layout.columns, key_layout.columns), q.device)
             mask, _ = op_masks(attn_mask, None, (layout.batch, self.num_heads), 0, q.dtype)
             q, k, v = (unpack(x, y).transpose(1, 2) for x, y in ((q, layout), (k, key_layout), (v, key_layout)))
-            key_mask = key_layout.once("mask", key_layout.mask)
+            key_mask = key_layout.cached("mask", key_layout.mask)
             out = functional.attention(q, k, v, mask, key_mask=key_mask, **rules)
             out = pack(out.transpose(1, 2), layout)
         return self.project_out(out.flatten(-2))
@@ -174,13 +174,13 @@ class MultiheadAttention(Projections):
             raise ValueError(f"layout and memory_layout must have no padding on the left {limit}")
 
     @property
-    def differs(self) -> bool:
+    def has_extra_options(self) -> bool:
         """Whether the module has an option that torch's attention lacks, from its constructor or set later."""
         if self._kv_heads is not None or self.softcap is not None or self.rotary is not None:
             return True
         return self.by_distance or self.has_sinks
 
-    def _attend_to_few(
+    def _attend_by_torchs_ops(
         self, query: Tensor, key: Tensor, attn_mask: Tensor | None, is_causal: bool, weights: bool, average: bool
     ) -> tuple[Tensor, Tensor | None] | None:
         """Attend by torch's ops alone, for few tokens in inference; return None if fastformer's op is needed."""
@@ -256,7 +256,7 @@ class MultiheadAttention(Projections):
     def rules(self, longest: int, device: torch.device) -> dict[str, Any]:
         """Return the arguments of the op except masks and lengths; longest: of the sequences of queries and keys."""
         rules: dict[str, Any] = {"dropout_p": self.dropout if self.training else 0.0}
-        if self.differs:
+        if self.has_extra_options:
             bias = self._distances
             # By `getattr`, because pruning and parametrisation store a parameter elsewhere.
             rules |= {"window": self.window, "softcap": self.softcap, "sinks": getattr(self, "sinks", None)}

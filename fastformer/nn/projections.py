@@ -99,7 +99,7 @@ class Projections(nn.MultiheadAttention):
             self.q_norm, self.k_norm = (RMSNorm(K, eps=QK_EPS, **factory) for _ in range(2))
         self.window, self.softcap, self.rotary = (options.get(name) for name in ("window", "softcap", "rotary"))  # type: ignore[assignment]
         if self.rotary is not None:
-            self.rotary.turned(K)
+            self.rotary.rotated_size(K)
         if options.get("position_bias") is not None:
             self.position_bias = options["position_bias"]
         if options.get("sinks"):
@@ -135,7 +135,7 @@ class Projections(nn.MultiheadAttention):
             qkv = _as_heads(F.linear(query, self.in_proj_weight, self.in_proj_bias), H + 2 * Hkv)  # type: ignore[arg-type]
             if self.rotary is not None and not self._has_qk_norms:  # one call rotates both
                 qk, v = qkv.split_with_sizes([H + Hkv, Hkv], -2)
-                q, k = self.turn(qk, positions).split_with_sizes([H, Hkv], -2)
+                q, k = self.rotate(qk, positions).split_with_sizes([H, Hkv], -2)
                 return q, k, v
             q, k, v = qkv.split_with_sizes([H, Hkv, Hkv], -2)
         elif stacked and key is value:
@@ -172,9 +172,9 @@ class Projections(nn.MultiheadAttention):
         """Apply the norm and the rotation to queries or keys, if the module has them."""
         norm_module = self._modules.get(norm)
         x = x if norm_module is None else norm_module(x)
-        return x if self.rotary is None else self.turn(x, positions)
+        return x if self.rotary is None else self.rotate(x, positions)
 
-    def turn(self, x: Tensor, positions: Positions | None) -> Tensor:
+    def rotate(self, x: Tensor, positions: Positions | None) -> Tensor:
         """Rotate queries or keys `[..., heads, K]` by their positions."""
         assert self.rotary is not None
         if positions is None:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from fastformer.host.devices import device_with_fp64
-from fastformer.modes import capturing, compiling, dispatch_modes, tracing_state, transformed
+from fastformer.modes import capturing, compiling, dispatch_modes, in_functorch, tracing_state
 from fastformer.packing.layout import MOST_TOKENS
 from fastformer.packing.sizes import power_of_two
 from fastformer.settings import check_value
@@ -80,18 +80,19 @@ class Rotary:
         if not math.isfinite(MOST_TOKENS * max(1.0, 1 / self.theta) / slowed):
             raise ValueError(f"theta and scaling must leave angles finite, not {self.theta} and {self.scaling}")
 
-    def turned(self, head_size: int) -> int:
+    def rotated_size(self, head_size: int) -> int:
         """Return R for a head of K numbers.
 
         Raises:
             ValueError: R is odd or 0.
         """
-        turned = int(head_size * self.share)
-        if turned < 2 or turned % 2:
+        rotated = int(head_size * self.share)
+        if rotated < 2 or rotated % 2:
             raise ValueError(
-                f"rotary must turn an even number of a head's numbers, not {turned} of {head_size} (share {self.share})"
+                "rotary must turn an even number of a head's numbers, "
+                f"not {rotated} of {head_size} (share {self.share})"
             )
-        return turned
+        return rotated
 
     def tables(self, head_size: int, length: int, like: Tensor) -> tuple[Tensor, Tensor]:
         """Return cosine and sine, `[P, R / 2]` with P of at least `length`, on the device of `like`.
@@ -99,7 +100,7 @@ class Rotary:
         They are fp64 if `like` is, else fp32, and rounded once.
         """
         dtype = torch.float64 if like.dtype == torch.float64 else torch.float32
-        if compiling() or dispatch_modes() or transformed() or tracing_state() is not None:
+        if compiling() or dispatch_modes() or in_functorch() or tracing_state() is not None:
             # Tensors created in these modes cannot be cached, and in a trace lengths are tensors.
             return self._tables(head_size, length, like.device, dtype)
         length = max(_SHORTEST, power_of_two(length))
@@ -114,9 +115,9 @@ class Rotary:
         return tables
 
     def _tables(self, head_size: int, length: int, device: torch.device, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        turned = self.turned(head_size)
+        rotated = self.rotated_size(head_size)
         exact = {"dtype": torch.float64, "device": device_with_fp64(device)}
-        frequencies = self.theta ** -(torch.arange(0, turned, 2, **exact) / turned)  # type: ignore[call-overload]
+        frequencies = self.theta ** -(torch.arange(0, rotated, 2, **exact) / rotated)  # type: ignore[call-overload]
         if isinstance(self.scaling, Llama3Scaling):
             frequencies = self.scaling.scale(frequencies)
         elif self.scaling is not None:

@@ -28,7 +28,7 @@ def _names(code: CodeType) -> Iterator[tuple[str, ...]]:
             yield from _names(constant)
 
 
-def skipping(cls: type[nn.Module]) -> type[nn.Module]:
+def subclass_calling_sdpa(cls: type[nn.Module]) -> type[nn.Module]:
     """Return a subclass of the same name, whose `forward` calls `fastformer.sdpa` in place of SDPA."""
 
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -48,4 +48,4 @@ def skipping(cls: type[nn.Module]) -> type[nn.Module]:
 
 def _rebuild(cls: type[nn.Module]) -> Any:
     """Return an empty module of the subclass, for pickle and copy, which cannot name that class."""
-    return object.__new__(skipping(cls))
+    return object.__new__(subclass_calling_sdpa(cls))

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from fastformer.host.devices import check_tensors, check_types, send
-from fastformer.modes import capturing, compiling, watched
+from fastformer.modes import capturing, compiling, needs_dispatcher
 
 V = TypeVar("V")
 
@@ -39,13 +39,13 @@ class RowMap(NamedTuple):
     def gather(self, x: Tensor) -> Tensor:
         """Read the rows from their slots: `[N, ...]` -> `[M, ...]`. Differentiable."""
         # Compilers, modes and transforms differentiate torch's own ops.
-        if x.requires_grad and torch.is_grad_enabled() and not watched():
+        if x.requires_grad and torch.is_grad_enabled() and not needs_dispatcher():
             return _Move.apply(x, *self, False)  # type: ignore[no-untyped-call, no-any-return]
         return x.index_select(0, self.slots)
 
     def spread(self, x: Tensor) -> Tensor:
         """Write the rows to their slots, zeros elsewhere: `[M, ...]` -> `[N, ...]`. Differentiable."""
-        if x.requires_grad and torch.is_grad_enabled() and not watched():
+        if x.requires_grad and torch.is_grad_enabled() and not needs_dispatcher():
             return _Move.apply(x, *self, True)  # type: ignore[no-untyped-call, no-any-return]
         if compiling():
             return x.new_zeros(self.inverse.numel(), *x.shape[1:]).index_copy(0, self.slots, x)
@@ -158,7 +158,7 @@ class Layout:
         return cls(lengths, offsets, positions, slots, shortest, longest, columns, origin, True)
 
     @classmethod
-    def in_place(cls, offsets: Tensor, positions: Tensor, slots: Tensor, max_length: int) -> "Layout":
+    def from_static_tensors(cls, offsets: Tensor, positions: Tensor, slots: Tensor, max_length: int) -> "Layout":
         """Build a layout, for one step, of tensors that hold other sequences at each step, as a CUDA graph needs.
 
         max_length is an upper bound of the lengths, and the number of columns of the slots.
@@ -168,14 +168,14 @@ class Layout:
 
     def to(self, device: torch.device | str) -> "Layout":
         """Return the layout of the same tokens on another device, in one transfer; from a CPU, nothing waits."""
-        return self if torch.device(device) == self.offsets.device else self.made_of(send(device, *self.tensors))
+        return self if torch.device(device) == self.offsets.device else self.with_tensors(send(device, *self.tensors))
 
     @property
     def tensors(self) -> tuple[Tensor, ...]:
         """The tensors on the tokens' device: offsets, positions, slots and origin."""
         return self.offsets, self.positions, self.slots, self.origin
 
-    def made_of(self, tensors: Sequence[Tensor]) -> "Layout":
+    def with_tensors(self, tensors: Sequence[Tensor]) -> "Layout":
         """Return the layout of the same tokens with copies of `tensors` on another device."""
         offsets, positions, slots, origin = tensors
         return replace(self, offsets=offsets, positions=positions, slots=slots, origin=origin, _memory={})
@@ -189,20 +189,20 @@ class Layout:
     def has_gaps(self) -> bool:
         """Whether padding lies between two tokens of a sequence; waits for the device if the layout is of a mask."""
         steps, positions = self.origin.diff, self.positions
-        return self._of_mask and self.once("gaps", lambda: bool(((steps() != 1) & (positions[1:] > 0)).any()))
+        return self._of_mask and self.cached("gaps", lambda: bool(((steps() != 1) & (positions[1:] > 0)).any()))
 
     @property
     def starts_rows(self) -> bool:
         """Whether every sequence begins at column 0 and has no gaps; waits for the device as `has_gaps` does."""
         L = max(self.columns, 1)
-        return not self._of_mask or self.once("starts", lambda: bool((self.origin % L == self.positions).all()))
+        return not self._of_mask or self.cached("starts", lambda: bool((self.origin % L == self.positions).all()))
 
     def mask(self) -> Tensor:
         """Return bool `[B, columns]`, True at real tokens, on the tokens' device; a new, writable tensor."""
         flat = torch.zeros(self.batch * self.columns, dtype=torch.bool, device=self.offsets.device)
         return flat.index_fill_(0, self.origin, True).view(self.batch, self.columns)
 
-    def once(self, name: object, make: Callable[[], V], other: "Layout | None" = None) -> V:
+    def cached(self, name: object, make: Callable[[], V], other: "Layout | None" = None) -> V:
         """Return the result of `make`, cached by name, because all layers of a model need the same values.
 
         other: the layout of the keys, if the value depends on it; the value for the last one is kept.
@@ -216,7 +216,7 @@ class Layout:
         if cached_other is not other:
             with torch.inference_mode(False):  # training cannot use inference tensors
                 value = make()
-            if not watched():  # else it holds tensors of a mode or a transform
+            if not needs_dispatcher():  # else it holds tensors of a mode or a transform
                 self._memory[key] = other, value
         return value  # type: ignore[no-any-return]
 
@@ -272,8 +272,8 @@ def _padded_rows(layout: Layout, batch_first: bool) -> RowMap:
     """Return the map of tokens to rows of the flattened padded batch, `[B * columns]` or `[columns * B]`."""
     B, L, origin = layout.batch, layout.columns, layout.origin
     if batch_first:
-        return layout.once("batch first", lambda: RowMap.of(origin, B * L))
-    return layout.once("time first", lambda: RowMap.of(origin % L * B + origin // L, B * L))
+        return layout.cached("batch first", lambda: RowMap.of(origin, B * L))
+    return layout.cached("time first", lambda: RowMap.of(origin % L * B + origin // L, B * L))
 
 
 def pack(padded: Tensor, layout: Layout, batch_first: bool = True) -> Tensor:

@@ -27,7 +27,7 @@ from fastformer.apps.settings import (
     Settings,
     Texts,
     default_text,
-    explained,
+    help_line,
     setting,
     to_plain,
 )
@@ -62,7 +62,7 @@ def test_every_setting_is_checked_and_explained_from_its_declaration(owner: type
     for item in fields(owner):
         with pytest.raises(ValueError, match=rf"^{item.name} must be .*, not <object object at \w+>$"):
             owner(**{**needed(owner), item.name: object()})
-        help_ = explained(item, (owner,))
+        help_ = help_line(item, (owner,))
         assert help_.startswith(item.metadata["description"])
         assert all(choice in help_ for choice in item.metadata["choices"])
         for key, bound in item.metadata["bounds"].items():
@@ -192,4 +192,4 @@ def test_every_setting_that_is_a_users_is_a_flag_that_tells_default_and_range(na
         flag = flags[item.name]
         assert f"--{item.name.replace('_', '-')}" in flag.opts
         default = "chosen for corpus and budget" if item.name in chosen else default_text(item)
-        assert (flag.help, flag.show_default) == (explained(item, COMMANDS[name]), default)
+        assert (flag.help, flag.show_default) == (help_line(item, COMMANDS[name]), default)

@@ -226,7 +226,7 @@ def test_packed_sequences_of_one_length_are_a_plain_call(lengths, target, dtype,
 
     def call() -> None:
         x = torch.empty(layout.total, H, K, dtype=dtype)
-        on_gpu = layout.made_of([torch.empty(tensor.shape, dtype=torch.int64) for tensor in layout.tensors])
+        on_gpu = layout.with_tensors([torch.empty(tensor.shape, dtype=torch.int64) for tensor in layout.tensors])
         functional.packed_attention(x, x, x, on_gpu, causal=True)
 
     plain = target == "sm_90" and dtype == torch.float32  # the kernels are faster in plain calls, too

@@ -13,8 +13,8 @@ from fastformer import backend, functional
 from fastformer.apps.train import Processes, TrainConfig
 from fastformer.apps.train.update import Update
 from fastformer.apps.translation.model import translation_loss
-from fastformer.host.autocast import cast_together
-from fastformer.host.autograd_function import dropout_seed, seeds_together
+from fastformer.host.autocast import cast_parameters_together
+from fastformer.host.autograd_function import draw_seeds_together, dropout_seed
 from tests.support import translation_task
 from tests.support.fused_op import DEVICE, needs_kernels
 from tests.support.translation_task import random_batch
@@ -111,7 +111,7 @@ def test_modules_hold_copies_within_the_forward_pass_alone():
     attention = fastformer.MultiheadAttention(8, 2, sinks=True, device=DEVICE)
     modules = [linear, attention]
     before = [dict(module.named_parameters(recurse=False)) for module in modules]
-    with contextlib.suppress(KeyError), cast_together(modules, BF16):
+    with contextlib.suppress(KeyError), cast_parameters_together(modules, BF16):
         assert torch.equal(linear.weight, before[0]["weight"].to(BF16))
         assert attention.in_proj_weight.dtype == BF16
         assert linear.bias is before[0]["bias"]  # has no gradient
@@ -125,7 +125,7 @@ def test_seeds_drawn_together_are_distinct_and_follow_manual_seed():
     x, runs = torch.zeros(1, device=DEVICE), []
     for seed in (0, 0, 1):
         torch.manual_seed(seed)
-        with seeds_together():
+        with draw_seeds_together():
             seeds = [dropout_seed(x) for _ in range(100)]
         assert all(s.shape == (1,) and s.dtype == torch.int64 and s.data_ptr() % 16 == 0 for s in seeds)
         runs.append([int(s) for s in seeds])
@@ -141,11 +141,11 @@ def test_recomputation_drops_the_same_elements(inside, reentrant):
     """The gradient of dropout(x) is 0 where dropout made 0; with another mask it would not be."""
 
     def dropped(x):
-        with backend("triton"), seeds_together() if inside else contextlib.nullcontext():
+        with backend("triton"), draw_seeds_together() if inside else contextlib.nullcontext():
             return functional.dropout_add_layer_norm(x, torch.zeros_like(x), 32, dropout_p=0.5)[1] ** 2
 
     x = torch.ones(8, 32, device=DEVICE).requires_grad_()
-    with seeds_together():
+    with draw_seeds_together():
         dropout_seed(x)
         y = checkpoint(dropped, x, use_reentrant=reentrant)
     y.sum().backward()

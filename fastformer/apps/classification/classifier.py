@@ -108,39 +108,41 @@ class Scores:
 
     Attributes:
         labels: the names of the C classes.
-        wanted: int64 `[N]`, the true class of each text.
+        true_classes: int64 `[N]`, the true class of each text.
         predicted: int64 `[N]`, the predicted class of each text.
         loss: mean cross entropy a text, in nats.
     """
 
     labels: tuple[str, ...]
-    wanted: NDArray[np.int64]
+    true_classes: NDArray[np.int64]
     predicted: NDArray[np.int64]
     loss: float
 
     @property
     def accuracy(self) -> float:
         """Share of the texts with the right label."""
-        return float(np.mean(self.wanted == self.predicted))
+        return float(np.mean(self.true_classes == self.predicted))
 
     @property
     def macro_f1(self) -> float:
         """Mean F1 over the labels that occur or were predicted."""
         f1 = [f1 for _, _, _, f1 in self.each.values()]
-        return float(np.mean([f1[i] for i in np.union1d(self.wanted, self.predicted)]))
+        return float(np.mean([f1[i] for i in np.union1d(self.true_classes, self.predicted)]))
 
     @property
     def each(self) -> dict[str, tuple[int, float, float, float]]:
         """For every label, in order: how many texts have it, precision, recall and F1, 0 to 1."""
-        correct = self.wanted[self.wanted == self.predicted]
-        counts = (np.bincount(x, minlength=len(self.labels)).tolist() for x in (correct, self.wanted, self.predicted))
+        correct = self.true_classes[self.true_classes == self.predicted]
+        counts = (
+            np.bincount(x, minlength=len(self.labels)).tolist() for x in (correct, self.true_classes, self.predicted)
+        )
         return {  # 0, not 0 / 0, for a label that never occurs
             label: (texts, right / max(predicted, 1), right / max(texts, 1), 2 * right / max(texts + predicted, 1))
             for label, right, texts, predicted in zip(self.labels, *counts, strict=True)
         }
 
     def __str__(self) -> str:
-        accuracy = f"accuracy {100 * self.accuracy:.2f} % of {len(self.wanted):,} texts"
+        accuracy = f"accuracy {100 * self.accuracy:.2f} % of {len(self.true_classes):,} texts"
         return f"{accuracy}, macro-F1 {self.macro_f1:.4f}, loss {self.loss:.4f}"
 
 

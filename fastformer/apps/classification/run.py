@@ -153,7 +153,7 @@ class ClassificationRun(Run):
         return LabelledBatches(self.sequences, classes, size=train.batch_sentences, seed=train.seed)
 
     @classmethod
-    def computed(cls, data: ClassificationDataConfig) -> tuple[str, ...]:
+    def metric_names(cls, data: ClassificationDataConfig) -> tuple[str, ...]:
         return "loss", "accuracy", "macro_f1"
 
     def validation_texts(self) -> list[Any]:

@@ -5,9 +5,9 @@ A user's mistake ends in one line on standard error and exit status 2; anything 
 
 import os
 
-from fastformer.apps.system.waiting import waiting
+from fastformer.apps.system.openmp import wait_variables
 
-os.environ.update(waiting(os.environ))  # before torch is imported
+os.environ.update(wait_variables(os.environ))  # before torch is imported
 
 import logging
 import sys
@@ -26,7 +26,7 @@ except ModuleNotFoundError as error:  # the core installs no command-line librar
 
 from fastformer.apps.runs.folder import KINDS
 from fastformer.apps.text.files import encode_text
-from fastformer.apps.train.processes import ProcessError, describe_process, leaving
+from fastformer.apps.train.processes import ProcessError, describe_process, exit_without_shutdown
 from fastformer.backend import BackendError
 
 __all__ = ["app", "main"]
@@ -40,7 +40,7 @@ for _module in (*(f"{kind}.commands" for kind in KINDS), "cli.commands", "cli.in
 
 def main() -> None:
     """Run the command line."""
-    with leaving():
+    with exit_without_shutdown():
         _main()
 
 

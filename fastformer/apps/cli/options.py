@@ -14,7 +14,7 @@ from typing import Any
 import typer
 from typer.core import TyperCommand, TyperGroup
 
-from fastformer.apps.settings import Settings, declared, default_text, explained, nearest, refuse_idle
+from fastformer.apps.settings import Settings, default_text, help_line, nearest, reject_unused_options, typed_fields
 
 GROUPS = START, TRAIN, USE, INSPECT, SHARE = "Start", "Train", "Use and evaluate", "Look inside", "Export and check"
 _UsageError: type[Exception] = typer.BadParameter.__mro__[1]
@@ -111,7 +111,7 @@ def with_settings(
         flags = {
             (section, item.name): _flag(section, item, hint, tuple(sections.values()), item.name in chosen)
             for section, settings in sections.items()
-            for item, hint in declared(settings)
+            for item, hint in typed_fields(settings)
             if not item.metadata["derived"]
         }
 
@@ -154,7 +154,7 @@ def whole_number(help: str, panel: str | None = None) -> Any:
 def make_settings(settings: type[Settings], values: dict[str, Any]) -> Any:
     """Return settings with `values` and defaults; raise ValueError for a value that has no effect."""
     instance = settings(**values)
-    refuse_idle({"": values}, {"": instance})
+    reject_unused_options({"": values}, {"": instance})
     return instance
 
 
@@ -162,7 +162,7 @@ def _flag(section: str, item: "Field[Any]", hint: Any, settings: tuple[type, ...
     choices = item.metadata["choices"]  # checked by the settings, so that values from a file get the same message
     kind = typing.get_args(hint)[0] if type(None) in typing.get_args(hint) else hint  # of int | None: int
     option = typer.Option(
-        help=explained(item, settings),
+        help=help_line(item, settings),
         parser=int_or_text if kind is int else None,
         rich_help_panel=f"Settings: {section}",
         show_default="chosen for corpus and budget" if chosen else default_text(item),

@@ -97,7 +97,7 @@ def _create(
     begun = {} if pretrained is None else {"tokenizer": PRETRAINED}
     data, train = application.data(**begun | settings["data"]), application.train(**settings["train"])
     model, named = settings["model"], {name: set(values) for name, values in settings.items()}
-    application.refuse_idle(named, data, model, train, device)
+    application.reject_unused_options(named, data, model, train, device)
     return kind.create(folder, data, model, train, device, pretrained, named)
 
 

@@ -120,7 +120,7 @@ def _settings(c: ModelSettings, specs: Any) -> dict[str, Any]:
         "num_heads_kv": c.kv_heads,
         "head_dim": c.head_size,
         "qk_norm": c.qk_norm,
-        "rotary_dim": c.rotary.turned(c.head_width) if c.positions == "rotary" else None,
+        "rotary_dim": c.rotary.rotated_size(c.head_width) if c.positions == "rotary" else None,
         "rotary_interleave": False,
         "rotary_base": c.rotary_theta,
         "rotary_scaling_type": None if scaling is None else specs.attention_spec.RotaryScalingType.Linear,

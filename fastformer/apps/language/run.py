@@ -181,7 +181,7 @@ class LanguageRun(Run):
         return LanguageBatches(self.encoded, context=data.context, tokens=train.batch_tokens, seed=train.seed)
 
     @classmethod
-    def computed(cls, data: LanguageDataConfig) -> tuple[str, ...]:
+    def metric_names(cls, data: LanguageDataConfig) -> tuple[str, ...]:
         return ("loss", "perplexity")
 
     @classmethod

@@ -139,7 +139,7 @@ class LanguageState:
         layout = Layout.from_lengths([len(row) for row in rows])
         packed = torch.tensor([i for row in rows for i in row], device="cpu")
         ids, *layout_tensors = send(device_of(self.model), packed, *layout.tensors)  # [T]
-        layout = layout.made_of(layout_tensors)
+        layout = layout.with_tensors(layout_tensors)
         x = self.model.embedding(ids, layout.positions, layout.max_length)
         return self.model.decoder.step(x, self.cache, layout), layout
 

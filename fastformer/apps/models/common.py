@@ -15,7 +15,7 @@ from fastformer.apps.models.embeddings import Embedding
 from fastformer.apps.text import Tokenizer
 from fastformer.host.devices import check_types
 from fastformer.modes import exporting
-from fastformer.nn.inspection import plain
+from fastformer.nn.inspection import is_unmodified
 from fastformer.packing import Layout, pack
 
 
@@ -92,7 +92,7 @@ def summed_cross_entropy(
     """
     if target.dim() == 2:
         target, _ = packed_ids("target", target, lengths)
-    if not plain(output, nn.Linear):
+    if not is_unmodified(output, nn.Linear):
         logits = output(hidden)
         logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
         return F.cross_entropy(logits, target, label_smoothing=label_smoothing, reduction="sum")

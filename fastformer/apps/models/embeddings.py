@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from fastformer import functional
 from fastformer.host.devices import device_with_fp64
 from fastformer.modes import compiling
-from fastformer.nn.inspection import plain
+from fastformer.nn.inspection import is_unmodified
 from fastformer.settings import check_value
 
 Positions = Literal["sinusoidal", "sinusoidal_halves", "learned", "none"]
@@ -41,7 +41,7 @@ def _is_plain_lookup(module: nn.Module | None) -> bool:
     """Return whether a module only takes rows of its weight, forward and backward; True for None."""
     options = ("padding_idx", "max_norm", "scale_grad_by_freq", "sparse")
     return module is None or (
-        plain(module, nn.Embedding) and all(getattr(module, name) in (None, False) for name in options)
+        is_unmodified(module, nn.Embedding) and all(getattr(module, name) in (None, False) for name in options)
     )
 
 
@@ -104,7 +104,7 @@ class Embedding(nn.Module):
             raise ValueError("types must be None for an embedding without types")
         encodings = self.encodings(length) if self.adds_positions else None
         lookups = _is_plain_lookup(self.tokens) and _is_plain_lookup(self.positions)
-        if lookups and plain(self.dropout, nn.Dropout) and self.types is None and self.norm is None:
+        if lookups and is_unmodified(self.dropout, nn.Dropout) and self.types is None and self.norm is None:
             added = () if encodings is None else (encodings, positions)
             p = self.dropout.p if self.dropout.training else 0.0
             return functional.embedding(ids, self.tokens.weight, *added, scale=self.scale, dropout_p=p)

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from fastformer.apps.models.embeddings import Embedding, Positions
 from fastformer.apps.models.sizes import LARGEST
-from fastformer.apps.settings import SET, Settings, refuse_idle, setting
+from fastformer.apps.settings import SET, Settings, reject_unused_options, setting
 from fastformer.functional.attention.rules import SOFTCAPS
 from fastformer.nn.activations import FUNCTIONS, is_gated
 from fastformer.nn.layers import TransformerDecoderLayer, TransformerEncoderLayer
@@ -109,7 +109,7 @@ class ModelSettings(Settings, kw_only=True):
         if self.kv_heads is not None and self.heads % self.kv_heads:
             raise ValueError(f"kv_heads ({self.kv_heads}) must divide heads ({self.heads})")
         if self.positions == "rotary":
-            self.rotary.turned(self.head_width)
+            self.rotary.rotated_size(self.head_width)
         if self.positions == "relative" and (
             self.relative_buckets % 2 or self.relative_distance <= self.relative_buckets // 2
         ):
@@ -118,7 +118,7 @@ class ModelSettings(Settings, kw_only=True):
                 f"and {self.relative_distance}"
             )
         ranges = {name: getattr(self, name) for name in ("initialisation_range", "embedding_range")}
-        refuse_idle({"": {name: width for name, width in ranges.items() if width is not None}}, {"": self})
+        reject_unused_options({"": {name: width for name, width in ranges.items() if width is not None}}, {"": self})
 
     @property
     def longest(self) -> int | None:

@@ -124,7 +124,7 @@ class Architecture:
             raise ValueError(f"{', '.join(missing)}: not among the weights, for {name}")
         return names
 
-    def _turned(self, name: str, x: Tensor) -> Tensor:
+    def _transposed(self, name: str, x: Tensor) -> Tensor:
         """Return a weight in the other library's order of dimensions."""
         return x.t() if self.transposed and ".layers." in name else x
 
@@ -138,7 +138,7 @@ class Architecture:
         weights, unread = {}, set(hf_weights)
         for name, like in model.state_dict().items():
             names = self._hf_names(name, hf_weights)
-            tensors = [self._turned(name, hf_weights[each].detach()) for each in names]
+            tensors = [self._transposed(name, hf_weights[each].detach()) for each in names]
             tensors = [x.squeeze(0) if x.dim() > like.dim() else x for x in tensors]  # final_logits_bias is [1, V]
             shapes = " and ".join(str(list(x.shape)) for x in tensors)
             if {x.shape[1:] for x in tensors} != {like.shape[1:]} or sum(map(len, tensors)) != len(like):
@@ -169,7 +169,7 @@ class Architecture:
         for name, weight in model.state_dict().items():
             names = self._hf_names(name, hf_weights)
             for hf_name, part in zip(names, weight.chunk(len(names)), strict=True):
-                converted[hf_name] = self._turned(name, part).detach().reshape(hf_weights[hf_name].shape).clone()
+                converted[hf_name] = self._transposed(name, part).detach().reshape(hf_weights[hf_name].shape).clone()
         for name in self.computed.keys() & hf_weights.keys():
             converted[name] = self.computed[name](model, hf_weights[name]).detach().clone()
         return converted

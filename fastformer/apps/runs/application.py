@@ -12,8 +12,8 @@ import torch
 from torch import nn
 
 from fastformer.apps.models.sizes import check_memory
-from fastformer.apps.runs.folder import CONFIG, KINDS, RunConfig, load_toml, read_kind, save_toml, stated
-from fastformer.apps.settings import Given, Settings, befores, refuse_idle
+from fastformer.apps.runs.folder import CONFIG, KINDS, RunConfig, load_toml, read_kind, read_run_section, save_toml
+from fastformer.apps.settings import Given, Settings, befores, reject_unused_options
 from fastformer.apps.text import SpecialIds, Tokenizer, load_tokenizer
 from fastformer.apps.train import (
     Checkpoint,
@@ -76,13 +76,13 @@ class Application:
             )
         return config
 
-    def planned(self, model: Mapping[str, Any], data: Any) -> Any:
+    def expected_config(self, model: Mapping[str, Any], data: Any) -> Any:
         """Return the expected configuration of a model before its tokenizers exist; see `model_config`."""
         ids = data.special_ids if hasattr(data, "special_ids") else SpecialIds()
         tokenizer = SimpleNamespace(size=data.vocabulary or max(ids.names()) + 1, **vars(ids))
         return self.model_config(model, [tokenizer] * len(self.vocabularies), data)
 
-    def refuse_idle(
+    def reject_unused_options(
         self, given: Given, data: Any, model: Mapping[str, Any], train: TrainConfig, device: torch.device | str
     ) -> None:
         """Raise ValueError naming the given settings that have no effect with the other settings."""
@@ -90,9 +90,11 @@ class Application:
             hardware="a CUDA device" if str(device).startswith("cuda") else "a CPU",
             processes="one process" if Processes.current().world == 1 else "several processes",
         )
-        refuse_idle(given, {"data": data, "model": self.planned(model, data), "train": train}, machine)
+        reject_unused_options(
+            given, {"data": data, "model": self.expected_config(model, data), "train": train}, machine
+        )
 
-    def begin_with(
+    def load_initial_model(
         self, folder: Path, model: Mapping[str, Any], data: Any, given: Given | None
     ) -> tuple[nn.Module, tuple[Tokenizer, ...], dict[str, Any], Any]:
         """Return the model that a run begins with, its tokenizers, and the settings of the run's model and data.
@@ -158,7 +160,7 @@ class Application:
         Raises FileNotFoundError without the file, ValueError for a file of another kind or a setting that is unknown or
         cannot be given.
         """
-        if (kind := stated(path, self.kind).kind) != self.kind:
+        if (kind := read_run_section(path, self.kind).kind) != self.kind:
             other = application_of(kind)
             raise ValueError(f"{path} is for a {other.title} run; use `{other.command}`")
         sections = self._load(path)

@@ -34,7 +34,7 @@ class RunConfig(Settings):
     origin: str | None = setting(None, "folder of the model that the run began with")
 
 
-def stated(path: Path, default: str = MAIN) -> RunConfig:
+def read_run_section(path: Path, default: str = MAIN) -> RunConfig:
     """Return the [run] section of a file; `default` is the kind of a file without one."""
     run = read_toml(path).get("run", {})
     return RunConfig(run.get("kind", default), run.get("origin")) if isinstance(run, dict) else RunConfig(default)
@@ -50,7 +50,7 @@ def config_of(folder: Path | str) -> Path:
 
 def read_kind(folder: Path | str) -> str:
     """Return the kind of a run folder; raises FileNotFoundError without a run, ValueError for a damaged config.toml."""
-    return stated(config_of(folder)).kind
+    return read_run_section(config_of(folder)).kind
 
 
 def read_toml(path: Path) -> dict[str, Any]:

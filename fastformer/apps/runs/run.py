@@ -19,7 +19,7 @@ from fastformer.apps.models.sizes import check_memory
 from fastformer.apps.runs.application import PRETRAINED, Application
 from fastformer.apps.runs.automatic_settings import Choice, Task, choose, targets_per_second, vocabulary_size
 from fastformer.apps.runs.data_settings import VOCABULARY
-from fastformer.apps.runs.folder import CONFIG, DATA, check_new, read_kind, stated
+from fastformer.apps.runs.folder import CONFIG, DATA, check_new, read_kind, read_run_section
 from fastformer.apps.settings import Given, refuse_fixed
 from fastformer.apps.system.files import write_file
 from fastformer.apps.system.run_lock import lock_run, locked
@@ -141,7 +141,7 @@ class Run(ABC):
 
     @classmethod
     @abstractmethod
-    def computed(cls, data: Any) -> tuple[str, ...]:
+    def metric_names(cls, data: Any) -> tuple[str, ...]:
         """Return the names of the metrics that validation computes with these settings of the data."""
 
     @classmethod
@@ -151,7 +151,7 @@ class Run(ABC):
         Raises ValueError naming the setting, FileNotFoundError for a file of the data, ImportError for a package that
         is not installed, BackendError if the chosen backend cannot run here.
         """
-        config, computed = cls.application.planned(model, data), cls.computed(data)
+        config, computed = cls.application.expected_config(model, data), cls.metric_names(data)
         check_memory(config)
         try:
             x = torch.zeros(1, 1, 1, config.d_model // config.heads, device=device)
@@ -194,7 +194,8 @@ class Run(ABC):
             folder: new or empty, or a run of this kind that ended before its first checkpoint, which is replaced.
             data, model, train: settings; of the model, without those computed from the tokenizers.
             device: of the model.
-            pretrained: folder that the run begins with; see `Application.begin_with`. `data.tokenizer` is "pretrained".
+            pretrained: folder that the run begins with, see `Application.load_initial_model`; `data.tokenizer` is
+                "pretrained".
             given: names of the settings that a user stated, by section; others are chosen. None: none is chosen.
 
         Raises before data is read: FileExistsError for a folder with a run or other files, RunLockedError if another
@@ -204,7 +205,7 @@ class Run(ABC):
             raise ValueError(f"tokenizer must be {PRETRAINED} with a model to begin with (--from), and only then")
         folder, created, initial, tokenizers = Path(folder), list[Self](), None, None
         if pretrained is not None:
-            initial, tokenizers, model, data = cls.application.begin_with(Path(pretrained), model, data, given)
+            initial, tokenizers, model, data = cls.application.load_initial_model(Path(pretrained), model, data, given)
             given = None
 
         def create_in_main() -> None:
@@ -250,10 +251,10 @@ class Run(ABC):
         model = {k: v for k, v in sections["model"].items() if k not in application.derived}
         data = application.data(**sections["data"])
         refuse_fixed(changes, application.train(**sections["train"]))
-        application.refuse_idle({"train": changes}, data, model, config, device)
+        application.reject_unused_options({"train": changes}, data, model, config, device)
         cls.check(data, model, config, device)
         run = cls(folder, data, model, config, application.load_tokenizers(folder), device)
-        run.origin = stated(folder / CONFIG).origin
+        run.origin = read_run_section(folder / CONFIG).origin
         saved, report = read_json(folder / DATA), run.data_report()
         for name, what in (("fingerprint", "training"), ("validation", "validation")):
             if name not in saved:

@@ -20,7 +20,7 @@ from starlette.responses import HTMLResponse, JSONResponse, Response, StreamingR
 from starlette.routing import Route
 
 from fastformer.apps.serve.worker import ModelWorker, QueueFullError, ServedModel
-from fastformer.apps.settings import Settings, declared, refuse_idle
+from fastformer.apps.settings import Settings, reject_unused_options, typed_fields
 from fastformer.apps.text.files import encode_text
 from fastformer.settings import check_value
 
@@ -69,7 +69,7 @@ class Api:
                 "type": (typing.get_args(hint) or (hint,))[0].__name__,  # of int | None: int
                 "bounds": {name: x for name, x in item.metadata["bounds"].items() if not isinstance(x, str)},
             }
-            for item, hint in declared(self.model.settings)
+            for item, hint in typed_fields(self.model.settings)
             if item.name not in _OF_THE_PROCESS
         ]
         about = {"run": self.name, "action": self.model.action, "stream": self.model.stream is not None}
@@ -170,7 +170,7 @@ def _options(settings: type[Settings], values: dict[str, Any]) -> Any:
     if refused := [name for name in _OF_THE_PROCESS if name in values]:
         raise ValueError(f"{refused[0]} cannot be set by a request")
     options = settings(**values)
-    refuse_idle({"": values}, {"": options})
+    reject_unused_options({"": values}, {"": options})
     limits = {name: most for name, most in MOST.items() if hasattr(options, name)}
     for name, most in limits.items():
         check_value(name, values.get(name), int | None, at_most=most)

@@ -20,7 +20,7 @@ _OPEN_FILES = ("/dev/fd/", "/dev/stdout", "/dev/stderr", "/proc/")
 
 
 @contextmanager
-def naming(path: str | Path) -> Iterator[None]:
+def add_path_to_errors(path: str | Path) -> Iterator[None]:
     """Name `path` in an OSError that names no file, such as that of a full disk."""
     try:
         yield
@@ -59,7 +59,7 @@ def replacing(path: Path, partial: bool = False) -> Iterator[IO[bytes]]:
     """
     buffering = 0 if partial else -1
     if is_stream(path):
-        with naming(path), path.open("ab", buffering) as file:
+        with add_path_to_errors(path), path.open("ab", buffering) as file:
             yield file
         return
     check_writable(path)
@@ -69,7 +69,7 @@ def replacing(path: Path, partial: bool = False) -> Iterator[IO[bytes]]:
         names = (f"{path.name}{number}.partial" for number in chain([""], (f".{each}" for each in count(2))))
         temporary = next(each for each in map(path.with_name, names) if not each.exists())
     try:
-        with naming(path), temporary.open("wb", buffering) as file:
+        with add_path_to_errors(path), temporary.open("wb", buffering) as file:
             yield file
             file.flush()
             os.fsync(file.fileno())
@@ -89,7 +89,7 @@ def replacing(path: Path, partial: bool = False) -> Iterator[IO[bytes]]:
 
 def append_file(path: Path, data: bytes) -> None:
     """Append to a file, which is created if it does not exist."""
-    with naming(path), path.open("ab") as file:
+    with add_path_to_errors(path), path.open("ab") as file:
         file.write(data)
 
 
@@ -99,7 +99,7 @@ def synchronise(path: Path) -> None:
         return
     descriptor = os.open(path, os.O_RDONLY if path.is_dir() else os.O_RDWR)
     try:
-        with naming(path):
+        with add_path_to_errors(path):
             os.fsync(descriptor)
     finally:
         os.close(descriptor)
@@ -119,7 +119,7 @@ def new_folder(folder: Path) -> Iterator[Path]:
     shutil.rmtree(temporary, ignore_errors=True)  # left by a killed process
     temporary.mkdir(parents=True)
     try:
-        with naming(folder):
+        with add_path_to_errors(folder):
             yield temporary
         for path in (*temporary.rglob("*"), temporary):
             synchronise(path)

@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from fastformer.apps.system.files import naming
+from fastformer.apps.system.files import add_path_to_errors
 
 if TYPE_CHECKING:
     from filelock import BaseFileLock
@@ -34,7 +34,7 @@ def lock_run(folder: Path) -> "BaseFileLock":
 
     path = folder.absolute() / LOCK
     path.parent.mkdir(parents=True, exist_ok=True)
-    with naming(path):
+    with add_path_to_errors(path):
         holder = path.read_text("utf-8", "replace")[:200].strip() if path.is_file() else ""
         lock = FileLock(path, is_singleton=True, thread_local=False)
         try:

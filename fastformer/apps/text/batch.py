@@ -55,7 +55,7 @@ class SequenceBatch:
         sent = send(device, *(getattr(self, name) for name in names), *(x for each in layouts for x in each.tensors))
         moved = replace(self, **dict(zip(names, sent, strict=False)))
         layout_tensors = [sent[i : i + 4] for i in range(len(names), len(sent), 4)]
-        layouts = tuple(layout.made_of(tensors) for layout, tensors in zip(layouts, layout_tensors, strict=True))
+        layouts = tuple(layout.with_tensors(tensors) for layout, tensors in zip(layouts, layout_tensors, strict=True))
         object.__setattr__(moved, "layouts", layouts)  # the dataclass is frozen
         return moved
 

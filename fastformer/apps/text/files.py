@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
-from fastformer.apps.system.files import naming, replacing, write_file
+from fastformer.apps.system.files import add_path_to_errors, replacing, write_file
 
 _BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 # How compressed files are opened, by their first bytes, with which no text begins.
@@ -155,6 +155,6 @@ def write_texts(path: str | Path, texts: Iterable[str]) -> None:
     with replacing(path, partial=True) as file:
         for number, text in enumerate(texts, start=1):
             data = memoryview(encode_text(text, f"{path}, text {number}") + b"\n")
-            with naming(path):
+            with add_path_to_errors(path):
                 while data:
                     data = data[file.write(data) :]

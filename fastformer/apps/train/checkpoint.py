@@ -22,7 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from fastformer.apps.settings import befores, to_plain
-from fastformer.apps.train.parallel import part_of
+from fastformer.apps.train.parallel import local_shard
 
 WEIGHTS, OPTIMIZER, STATE, META = "model.safetensors", "optimizer.safetensors", "state.json", "meta.json"
 
@@ -103,7 +103,7 @@ def put_weights(model: nn.Module, weights: Mapping[str, Tensor], origin: Path | 
         first = first_names.setdefault(parameter, name)
         if weights[name] is not weights[first] and not torch.equal(weights[name], weights[first]):
             raise CheckpointError(f"{origin}: holds different numbers as {first} and {name}, which this model ties")
-    model.load_state_dict({name: part_of(weights[name], tensor) for name, tensor in expected.items()})
+    model.load_state_dict({name: local_shard(weights[name], tensor) for name, tensor in expected.items()})
 
 
 def check_tensors_fit(saved: Mapping[str, Tensor], expected: Mapping[str, Tensor], origin: Path | str) -> None:

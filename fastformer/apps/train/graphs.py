@@ -281,7 +281,7 @@ class FixedBatch:
         values: dict[str, Any] = {}
         for number, side in enumerate(self._like.SIDES):
             offsets, positions, slots = (self._views[number, name] for name in ("offsets", "positions", "slots"))
-            values[side.lengths] = Layout.in_place(offsets, positions, slots, self._shape.longest[number])
+            values[side.lengths] = Layout.from_static_tensors(offsets, positions, slots, self._shape.longest[number])
             values |= {name: self._views[number, name] for name in side.inputs + side.targets}
         return replace(self._like, **values)
 

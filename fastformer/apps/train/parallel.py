@@ -75,7 +75,7 @@ def _layers(step: nn.Module) -> list[nn.Module]:
     return [layer for layer in layers if all(all_uses[p] == count for p, count in uses(layer).items())]
 
 
-def exchange(step: Any, last: bool) -> None:
+def set_gradient_sync(step: Any, last: bool) -> None:
     """Let the next forward and backward exchange gradients only if it is of the `last` batch of a step."""
     if isinstance(step, nn.parallel.DistributedDataParallel):
         step.require_backward_grad_sync = last  # as `no_sync` sets it
@@ -84,7 +84,7 @@ def exchange(step: Any, last: bool) -> None:
 
 
 @contextmanager
-def gathered(step: nn.Module) -> Iterator[None]:
+def unsharded_parameters(step: nn.Module) -> Iterator[None]:
     """Gather all parameters in every process for the block, so that one process may use the model alone.
 
     FSDP2's hooks are removed meanwhile. They record each call of a layer, even without gradients, and gather in
@@ -125,7 +125,7 @@ def whole_tensors(value: Any, processes: Processes) -> Any:
     return tensor.cpu() if processes.is_main else tensor.new_empty(0)
 
 
-def part_of(whole: Tensor, like: Tensor) -> Tensor:
+def local_shard(whole: Tensor, like: Tensor) -> Tensor:
     """Return this process's shard of a whole tensor, sharded as `like`; the tensor itself if `like` is not sharded."""
     if not hasattr(like, "device_mesh") or hasattr(whole, "device_mesh"):
         return whole

@@ -195,7 +195,7 @@ def join_processes(device: torch.device | str = "cpu") -> Iterator[Processes]:
 
 
 @contextmanager
-def leaving() -> Iterator[None]:
+def exit_without_shutdown() -> Iterator[None]:
     """Exit through os._exit after the block if there are several processes: gloo's threads can hang at shutdown."""
     if not _launched():
         yield

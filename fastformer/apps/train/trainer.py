@@ -27,7 +27,7 @@ from fastformer.apps.train.config import TrainConfig, check_machine
 from fastformer.apps.train.graphs import new_update
 from fastformer.apps.train.interrupt import interruptible
 from fastformer.apps.train.metrics import MetricsLog, RunningSums, is_better
-from fastformer.apps.train.parallel import gathered
+from fastformer.apps.train.parallel import unsharded_parameters
 from fastformer.apps.train.processes import Processes
 from fastformer.apps.train.progress import Progress
 from fastformer.apps.train.randomness import preserved_randomness, seed_everything
@@ -195,7 +195,7 @@ class Trainer:
         try:
             self._measure()
             share, started = self._state.at.share, self._clock()
-            with gathered(self._update.module):
+            with unsharded_parameters(self._update.module):
                 metrics = self._processes.on_main(lambda: check_values(self._scores(share), self.config.metric))
         except Exception:
             if self._state.saved_step != self._state.at.step:
@@ -211,7 +211,7 @@ class Trainer:
         held_out, at = self._validation, self._state.at
         if not self._time.must_measure(math.inf) or not isinstance(held_out, Validation):
             return
-        with gathered(self._update.module):
+        with unsharded_parameters(self._update.module):
             spent, share = self._processes.on_main(lambda: self._time.measure(self._scores, held_out.size, self._clock))
         self._time.validation_took(spent, share)
         if at.best_value is None and (share := self._time.share()) < at.share:

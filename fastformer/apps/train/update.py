@@ -23,10 +23,10 @@ import torch
 from torch import Tensor, nn
 
 from fastformer.apps.train.config import TrainConfig
-from fastformer.apps.train.parallel import exchange, part_of, wrap
+from fastformer.apps.train.parallel import local_shard, set_gradient_sync, wrap
 from fastformer.apps.train.processes import Processes
-from fastformer.host.autocast import cast_together
-from fastformer.host.autograd_function import seeds_together
+from fastformer.host.autocast import cast_parameters_together
+from fastformer.host.autograd_function import draw_seeds_together
 from fastformer.nn.inspection import has_hooks
 from fastformer.packing import Layout
 
@@ -96,7 +96,7 @@ class Update:
         total = torch.zeros((), device=self.device)
         for number, batch in enumerate(batches, start=1):
             share, counts = self._processes.share(batch)
-            exchange(self.module, last=number == len(batches))
+            set_gradient_sync(self.module, last=number == len(batches))
             loss = self.backward(share.to(self.device, non_blocking=True), max(tokens, 1) if counts else math.inf)
             total += loss if counts else 0.0
         self._processes.sum(total)
@@ -111,8 +111,8 @@ class Update:
         with ExitStack() as stack:
             stack.enter_context(self.autocast())
             if self.runs_known_code():
-                stack.enter_context(cast_together(self._cast, _PRECISIONS.get(self._config.precision)))
-                stack.enter_context(seeds_together())
+                stack.enter_context(cast_parameters_together(self._cast, _PRECISIONS.get(self._config.precision)))
+                stack.enter_context(draw_seeds_together())
             loss: Tensor = self.module(batch)
         # DDP and FSDP2 average the gradients of the processes, but a step needs the sum.
         self._scaler.scale(loss * self._processes.world / tokens).backward()  # type: ignore[no-untyped-call]
@@ -156,7 +156,7 @@ class Update:
                 strides = torch.empty(p.shape, device="meta").stride() if hasattr(p, "device_mesh") else p.stride()
                 if x.dim() and x.stride() != strides:
                     x = torch.empty_strided(x.shape, strides, dtype=x.dtype).copy_(x)
-                optimizer[index][key] = part_of(x, p) if x.dim() else x
+                optimizer[index][key] = local_shard(x, p) if x.dim() else x
         groups = self.optimizer.state_dict()["param_groups"]
         self.optimizer.load_state_dict({"state": optimizer, "param_groups": groups})
         if scaler and self._scaler.is_enabled():

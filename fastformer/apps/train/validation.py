@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from fastformer.apps.train.config import TrainConfig
 
-OF_RECORD = ("kind", "step", "epoch", "seconds")  # fields of every record beside its values
+RESERVED_FIELDS = ("kind", "step", "epoch", "seconds")  # fields of every record beside its values
 _SMALLEST_TRIAL = 8  # examples; one alone takes as long as several if each token is decoded in a step
 _VALIDATION = 0.1  # largest part of the budget that one validation may take
 _TRIAL = 0.01  # part of the budget that a trial validation takes
@@ -45,8 +45,10 @@ def check_values(scores: Mapping[str, Any], metric: str) -> dict[str, Any]:
     """
     values: dict[str, Any] = {name: value if isinstance(value, str) else float(value) for name, value in scores.items()}
     for name in values:
-        if not isinstance(name, str) or name in OF_RECORD:
-            raise ValueError(f"validate must name its values by texts, none of them {', '.join(OF_RECORD)}: {name!r}")
+        if not isinstance(name, str) or name in RESERVED_FIELDS:
+            raise ValueError(
+                f"validate must name its values by texts, none of them {', '.join(RESERVED_FIELDS)}: {name!r}"
+            )
     if "loss" in values:
         values.setdefault("perplexity", math.exp(min(values["loss"], 700.0)))
     if not isinstance(values.get(metric), float):

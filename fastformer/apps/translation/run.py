@@ -248,7 +248,7 @@ class TranslationRun(Run):
         return SampledBatches(self.corpora["train"], source, target, data.sampling, **options)
 
     @classmethod
-    def computed(cls, data: DataConfig) -> tuple[str, ...]:
+    def metric_names(cls, data: DataConfig) -> tuple[str, ...]:
         return ("loss", "perplexity", *(("bleu", "chrf") if data.bleu_sentences else ()))
 
     @classmethod

@@ -13,7 +13,14 @@ import torch
 from torch import Tensor
 
 from fastformer.functional.attention.rules import AttentionRules
-from fastformer.host.autograd_function import Formula, call, define, dropout_seed, plain_gradients, twice
+from fastformer.host.autograd_function import (
+    Formula,
+    call,
+    define,
+    dropout_seed,
+    needs_double_backward,
+    plain_gradients,
+)
 from fastformer.host.devices import to_autocast
 from fastformer.packing import Layout
 from fastformer_kernels.attention.arguments import NUMBERS, SCHEMA, Arguments
@@ -118,7 +125,7 @@ class _Attention(torch.autograd.Function):
         wants_q, wants_k, wants_v, wants_mask, wants_bias, wants_sinks = needs_grad
         if dout is None and dweights is None:
             return _ordered(*[None] * 6)
-        if twice("attention", ctx.formula, arguments.seed):
+        if needs_double_backward("attention", ctx.formula, arguments.seed):
             grads = (dout,) if weights is None else (dout, dweights)
             return _ordered(*plain_gradients(ctx.formula, (q, k, v, mask, bias, sinks), needs_grad, grads))
         if dout is None:
@@ -265,6 +272,6 @@ def packed_attention(
         bounds: Tensor = _bounds(layout.offsets, key_layout.offsets, None, batch, T, S, True, bottom_right, q.detach())
         return bounds
 
-    bounds = layout.once(("bounds", bottom_right), make_bounds, key_layout)
+    bounds = layout.cached(("bounds", bottom_right), make_bounds, key_layout)
     out, _ = _apply(q, k, v, rules, bounds, None, None, (T, S, 0), False, formula)
     return out

@@ -130,7 +130,7 @@ def packed_attention(
     if compiling() or not layout.known:
         return _in_one_group(q, k, v, layout, key_layout, rules)
     (tokens, H, K), Hkv, Kv = q.shape, k.shape[1], v.shape[2]
-    plan = layout.once(("plan", H, Hkv), lambda: _plan(layout, key_layout, H, Hkv), key_layout)
+    plan = layout.cached(("plan", H, Hkv), lambda: _plan(layout, key_layout, H, Hkv), key_layout)
     same = layout is key_layout
     if plan.rows is None:
         group = plan.groups[0]

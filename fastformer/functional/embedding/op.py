@@ -15,7 +15,14 @@ from torch import Tensor
 
 from fastformer.functional.choice import DTYPES, runs_fused
 from fastformer.functional.dropout import drop
-from fastformer.host.autograd_function import call, define, dropout_seed, eager_formula, plain_gradients, twice
+from fastformer.host.autograd_function import (
+    call,
+    define,
+    dropout_seed,
+    eager_formula,
+    needs_double_backward,
+    plain_gradients,
+)
 from fastformer.host.devices import check_probability, check_range, check_tensors
 
 
@@ -122,7 +129,7 @@ class _Embedding(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
         weight, table, ids, positions, seed = ctx.saved_tensors
-        if twice("embedding", ctx.formula, seed):
+        if needs_double_backward("embedding", ctx.formula, seed):
             return *plain_gradients(ctx.formula, (weight, table), ctx.needs_input_grad[:2], (dout,)), *(None,) * 6
         needs_weight, needs_table = ctx.needs_input_grad[:2]
         dweight = dtable = None

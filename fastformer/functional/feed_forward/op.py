@@ -21,7 +21,15 @@ from torch.utils.checkpoint import checkpoint
 
 from fastformer.functional.choice import runs_fused
 from fastformer.functional.dropout import drop
-from fastformer.host.autograd_function import Formula, call, define, dropout_seed, eager_formula, plain_gradients, twice
+from fastformer.host.autograd_function import (
+    Formula,
+    call,
+    define,
+    dropout_seed,
+    eager_formula,
+    needs_double_backward,
+    plain_gradients,
+)
 from fastformer.host.devices import check_probability, check_tensors, to_autocast
 from fastformer.settings import check_value
 
@@ -193,7 +201,7 @@ class _FeedForward(torch.autograd.Function):
         if dy is None:
             return *rest, *rest
         *inputs, seed, saved_hidden = ctx.saved_tensors
-        if twice("feed_forward", ctx.formula, seed):
+        if needs_double_backward("feed_forward", ctx.formula, seed):
             return *plain_gradients(ctx.formula, inputs, ctx.needs_input_grad[:5], (dy,)), *rest
         x, weight1, bias1, weight2, _ = inputs
         needs_x, needs_weight1, needs_bias1, needs_weight2, needs_bias2 = ctx.needs_input_grad[:5]

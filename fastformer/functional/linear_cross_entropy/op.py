@@ -15,7 +15,7 @@ from torch import Tensor
 
 from fastformer.functional.choice import runs_fused
 from fastformer.functional.linear_cross_entropy import reference
-from fastformer.host.autograd_function import call, define, eager_formula, plain_gradients, twice
+from fastformer.host.autograd_function import call, define, eager_formula, needs_double_backward, plain_gradients
 from fastformer.host.devices import check_probability, check_range, check_tensors, to_autocast
 from fastformer.settings import check_value
 
@@ -73,16 +73,18 @@ def linear_cross_entropy(
     return loss.view(shape) if rows else loss
 
 
-def _forward_fake(x: Tensor, weight: Tensor, wanted: list[bool]) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def _forward_fake(x: Tensor, weight: Tensor, needs_grad: list[bool]) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     loss = x.new_empty((x.shape[0],), dtype=torch.float32)
-    return loss, *reference.zero_gradients(x, weight, wanted, torch.float32, torch.float32)
+    return loss, *reference.zero_gradients(x, weight, needs_grad, torch.float32, torch.float32)
 
 
-def _backward_fake(x: Tensor, weight: Tensor, bias: Tensor | None, wanted: list[bool]) -> tuple[Tensor, Tensor, Tensor]:
-    return reference.zero_gradients(x, weight, wanted, weight.dtype, x.dtype if bias is None else bias.dtype)
+def _backward_fake(
+    x: Tensor, weight: Tensor, bias: Tensor | None, needs_grad: list[bool]
+) -> tuple[Tensor, Tensor, Tensor]:
+    return reference.zero_gradients(x, weight, needs_grad, weight.dtype, x.dtype if bias is None else bias.dtype)
 
 
-_INPUTS = "Tensor x, Tensor weight, Tensor? bias, Tensor target, int ignore_index, float smoothing, bool[3] wanted"
+_INPUTS = "Tensor x, Tensor weight, Tensor? bias, Tensor target, int ignore_index, float smoothing, bool[3] needs_grad"
 _forward = define(
     f"linear_cross_entropy({_INPUTS}) -> (Tensor, Tensor, Tensor, Tensor)",
     "linear_cross_entropy.kernels.forward",
@@ -96,7 +98,7 @@ _backward = define(
 
 
 class LinearCrossEntropySum(torch.autograd.Function):
-    """`_INPUTS`, formula -> (the sum of all losses, its gradients for x, weight and bias, empty unless `wanted`)."""
+    """`_INPUTS`, formula -> (the sum of all losses, its gradients for x, weight and bias, empty if not needed)."""
 
     @staticmethod
     def forward(*inputs: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -118,7 +120,7 @@ class LinearCrossEntropySum(torch.autograd.Function):
         x, weight, bias, *gradients = ctx.saved_tensors
         inputs = x, weight, bias
         needs_grad = ctx.needs_input_grad[:3]
-        if twice("linear_cross_entropy", formula := ctx.formula):
+        if needs_double_backward("linear_cross_entropy", formula := ctx.formula):
             return *plain_gradients(lambda *inputs: formula(*inputs).sum(), inputs, needs_grad, (grad,)), *none
         triples = zip(gradients, inputs, needs_grad, strict=True)
         return *(_scaled(dy, grad, y.dtype) if needed else None for dy, y, needed in triples), *none
@@ -134,7 +136,7 @@ def _scaled(gradient: Tensor, factor: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 class LinearCrossEntropyRows(torch.autograd.Function):
-    """`_INPUTS` without `wanted`, formula -> the loss of each row."""
+    """`_INPUTS` without `needs_grad`, formula -> the loss of each row."""
 
     @staticmethod
     def forward(*inputs: Any) -> Tensor:
@@ -152,7 +154,7 @@ class LinearCrossEntropyRows(torch.autograd.Function):
         saved = ctx.saved_tensors
         inputs = saved[:3]
         needs_grad = list(ctx.needs_input_grad[:3])
-        if twice("linear_cross_entropy", ctx.formula):
+        if needs_double_backward("linear_cross_entropy", ctx.formula):
             gradients = plain_gradients(ctx.formula, inputs, needs_grad, grads)
         else:
             computed = _backward(grads[0], *saved, *ctx.settings, needs_grad)

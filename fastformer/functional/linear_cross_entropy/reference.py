@@ -16,7 +16,7 @@ from torch import Tensor
 
 from fastformer.host.autograd_function import NAMESPACE, plain_gradients
 from fastformer.host.devices import autocasts, to_autocast
-from fastformer.modes import compiling, forward_ad, transformed
+from fastformer.modes import compiling, forward_ad, in_functorch
 
 CPU_CHUNK_BYTES = 4 << 20  # of fp32 logits; 0.5, 1, 2, 4, 8, 16, 64 MiB took 204, 201, 180, 166, 176, 159, 244 ms
 # With fewer rows, passes over the weight and its gradient take most time: for 700 rows, D 200, V 33,280, chunks of
@@ -85,13 +85,13 @@ def _losses_(
 
 
 def zero_gradients(
-    x: Tensor, weight: Tensor, wanted: Sequence[bool], weight_dtype: torch.dtype, bias_dtype: torch.dtype
+    x: Tensor, weight: Tensor, needs_grad: Sequence[bool], weight_dtype: torch.dtype, bias_dtype: torch.dtype
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return tensors for the gradients of x, weight and bias, empty unless `wanted`."""
+    """Return tensors for the gradients of x, weight and bias, empty unless `needs_grad`."""
     return (
-        x.new_empty(x.shape if wanted[0] else (0,)),
-        weight.new_zeros(weight.shape if wanted[1] else (0,), dtype=weight_dtype),
-        weight.new_zeros(weight.shape[:1] if wanted[2] else (0,), dtype=bias_dtype),
+        x.new_empty(x.shape if needs_grad[0] else (0,)),
+        weight.new_zeros(weight.shape if needs_grad[1] else (0,), dtype=weight_dtype),
+        weight.new_zeros(weight.shape[:1] if needs_grad[2] else (0,), dtype=bias_dtype),
     )
 
 
@@ -142,13 +142,13 @@ def _in_chunks(
     target: Tensor,
     ignore_index: int,
     label_smoothing: float,
-    wanted: list[bool],
+    needs_grad: list[bool],
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Return all losses `[M]`, and the gradients of their sum for x, weight and bias, empty unless `wanted`."""
+    """Return all losses `[M]`, and the gradients of their sum for x, weight and bias, empty unless `needs_grad`."""
     M, V = x.shape[0], weight.shape[0]
     # Sums over rows accumulate in fp32 at least.
     wide = torch.promote_types(weight.dtype, torch.float32)
-    dx, dweight, dbias = zero_gradients(x, weight, wanted, wide, wide)
+    dx, dweight, dbias = zero_gradients(x, weight, needs_grad, wide, wide)
     losses = [torch.zeros(0, dtype=wide, device=x.device)]
     step, _ = _rows_at_once(x, V)
     buffer = _aligned(step, V, wide, x.device)
@@ -156,15 +156,15 @@ def _in_chunks(
         rows = slice(start, start + step)
         dlogits = buffer[: min(step, M - start)]  # at first the logits, [m, V]
         inputs = x[rows], weight, bias, target[rows]
-        losses.append(_chunk_(dlogits, *inputs, ignore_index, label_smoothing, any(wanted)))
-        if not any(wanted):
+        losses.append(_chunk_(dlogits, *inputs, ignore_index, label_smoothing, any(needs_grad)))
+        if not any(needs_grad):
             continue
-        if wanted[2]:
+        if needs_grad[2]:
             dbias += dlogits.sum(0)
         dlogits = dlogits.to(x.dtype)
-        if wanted[0]:
+        if needs_grad[0]:
             torch.mm(dlogits, weight.to(x.dtype), out=dx[rows])
-        if wanted[1]:
+        if needs_grad[1]:
             if dweight.dtype == dlogits.dtype:
                 dweight.addmm_(dlogits.t(), x[rows])
             else:
@@ -247,7 +247,7 @@ def linear_cross_entropy(x: Tensor, weight: Tensor, bias: Tensor | None, *settin
     inputs = (x, weight) if bias is None else (x, weight, bias)
     trained = torch.is_grad_enabled() and any(t.requires_grad for t in inputs)
     # torch.func, forward mode and subclasses of Tensor need the plain formula.
-    plain = transformed() or forward_ad._current_level >= 0 or torch.overrides.has_torch_function(inputs)
+    plain = in_functorch() or forward_ad._current_level >= 0 or torch.overrides.has_torch_function(inputs)
     if plain or (rows and trained):
         losses = plain_loss(x, weight, bias, *settings)
         return losses if rows else losses.sum()

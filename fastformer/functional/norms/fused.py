@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fastformer.host.autograd_function import Formula, define, plain_gradients, twice
+from fastformer.host.autograd_function import Formula, define, needs_double_backward, plain_gradients
 
 # Names by whether the norm is centred. Not a tuple: torch.compile (2.11) takes no bool as an index.
 NAMES = {False: "rms_norm", True: "layer_norm"}
@@ -123,7 +123,7 @@ class Norm(torch.autograd.Function):
             return *(None,) * 3, *rest
         x, weight, bias, mean, rstd = ctx.saved_tensors
         needs_grad = ctx.needs_input_grad[:3]
-        if twice(NAMES[ctx.centred], ctx.formula):
+        if needs_double_backward(NAMES[ctx.centred], ctx.formula):
             return *_differentiable_gradients(ctx.formula, (x, weight, bias), needs_grad, dy), *rest
         gradients = _norm_backward(dy, x, weight, mean, rstd, *_dtypes(needs_grad, x, weight, bias))
         return *(grad if needed else None for grad, needed in zip(gradients, needs_grad, strict=True)), *rest
@@ -157,7 +157,7 @@ class DropoutAddNorm(torch.autograd.Function):
         if dy is None and ds is None:
             return *(None,) * 4, *rest
         needs_weight, needs_bias = needs_weight and dy is not None, needs_bias and dy is not None
-        if twice(f"dropout_add_{NAMES[ctx.centred]}", ctx.formula, seed):
+        if needs_double_backward(f"dropout_add_{NAMES[ctx.centred]}", ctx.formula, seed):
             total, dw, db = ds, None, None
             if dy is not None:
                 needs_s = needs_x or needs_residual

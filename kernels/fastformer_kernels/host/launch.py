@@ -208,7 +208,7 @@ def repeat(launches: Iterable[tuple[Launch, list[tuple[int, int]]]], slots: list
 
 
 @contextmanager
-def watched() -> Iterator[Watch]:
+def record_launches() -> Iterator[Watch]:
     """Record launches, allocations and views of this thread inside the `with` block."""
     before, _watching.watch = _watching.watch, Watch()
     try:

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from triton import knobs
 
-from fastformer_kernels.host.launch import Launch, guard, precision, repeat, watched
+from fastformer_kernels.host.launch import Launch, guard, precision, record_launches, repeat
 
 # Plans of a launcher; at this number they are deleted, because sizes may never repeat. A plan takes 2 to 4 KB (layer
 # norm, attention), so the plans of a dozen launchers take about 1 MiB.
@@ -56,7 +56,7 @@ def _record_call(launcher: Callable[..., Any], args: tuple[Any, ...], plans: _Pl
     slots = {id(x): slot for slot, x in enumerate(args) if type(x) in _TENSORS}
     if len(slots) < sum(type(x) in _TENSORS for x in args):  # a launch cannot tell repeated tensors apart
         return launcher(*args)
-    with watched() as record:
+    with record_launches() as record:
         result = launcher(*args)
     slots |= {id(x): slot for slot, x in enumerate(record.allocated, start=len(args))}
     for alias, base in record.aliases:

@@ -207,7 +207,7 @@ def forward(
     target: Tensor,
     ignore_index: int,
     smoothing: float,
-    wanted: list[bool],
+    needs_grad: list[bool],
     grad: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Compute the loss of each row, and the gradients of the sum of them, or of sum(grad * loss).
@@ -217,18 +217,18 @@ def forward(
             ignore_index gives NaN.
         ignore_index: rows of this target have loss 0 and gradient 0.
         smoothing: eps.
-        wanted: which of the gradients of x, weight and bias to compute; without any, one pass less.
+        needs_grad: which of the gradients of x, weight and bias to compute; without any, one pass less.
         grad: fp32 `[M]`, at most 1 in size where x is fp16; ones if None.
 
     Returns:
-        The losses, fp32 `[M]`; the gradients of x (of x's dtype), weight and bias (fp32), of size 0 unless wanted.
+        The losses, fp32 `[M]`; the gradients of x (of x's dtype), weight and bias (fp32), of size 0 unless needs_grad.
     """
     M, V = x.shape[0], weight.shape[0]
     empty = x.new_empty if M else x.new_zeros
     loss = noted(empty((M,), dtype=torch.float32))
-    dx = empty(x.shape if wanted[0] else (0,))
-    dweight = empty(weight.shape if wanted[1] else (0,), dtype=torch.float32)
-    dbias = empty((V,) if wanted[2] else (0,), dtype=torch.float32)
+    dx = empty(x.shape if needs_grad[0] else (0,))
+    dweight = empty(weight.shape if needs_grad[1] else (0,), dtype=torch.float32)
+    dbias = empty((V,) if needs_grad[2] else (0,), dtype=torch.float32)
     if M == 0:
         return loss, dx, dweight, dbias
     step = chunk_rows(M, V, x.element_size())
@@ -242,7 +242,7 @@ def forward(
     scale = _FP16_SCALE if x.dtype == torch.float16 else 1.0
     scalars = (ignore_index, smoothing)
     constants = _config(V) | {"HAS_BIAS": bias is not None, "SMOOTH": smoothing > 0.0}
-    if any(wanted):
+    if any(needs_grad):
         constants["HAS_GRAD"] = grad is not None
     with guard(x):
         for start in range(0, M, step):
@@ -250,22 +250,22 @@ def forward(
             logits = buffer[: rows.stop - start, :V]
             torch.mm(x[rows], weight.t(), out=logits)
             grid, inputs = (len(logits),), (logits, padded, target[rows])
-            if not any(wanted):
+            if not any(needs_grad):
                 launch(cross_entropy_kernel, grid, *inputs, loss[rows], V, stride, *scalars, **constants)
                 continue
             tensors = (*inputs, None if grad is None else grad[rows], loss[rows])
             launch(cross_entropy_gradients_kernel, grid, *tensors, V, stride, *scalars, scale, **constants)
-            if wanted[0] and x.dtype == torch.float16:
+            if needs_grad[0] and x.dtype == torch.float16:
                 # A product may be split, and its parts rounded to fp16 before they are multiplied with alpha: times
                 # 2^15 they overflow from weights of 1 on. In fp32 they do not.
                 product = dx.new_empty(dx[rows].shape, dtype=torch.float32)
                 _add_product(product, logits, weight, beta=0.0, alpha=1.0 / scale)
                 dx[rows] = product
-            elif wanted[0]:
+            elif needs_grad[0]:
                 dx[rows].addmm_(logits, weight, beta=0.0, alpha=1.0 / scale)
-            if wanted[1]:
+            if needs_grad[1]:
                 _add_product(dweight, logits.t(), x[rows], beta=float(start > 0), alpha=1.0 / scale)
-            if wanted[2]:
+            if needs_grad[2]:
                 sums = logits.sum(0, dtype=torch.float32)
                 torch.mul(sums, 1.0 / scale, out=dbias) if start == 0 else dbias.add_(sums, alpha=1.0 / scale)
     return loss, dx, dweight, dbias
@@ -279,7 +279,7 @@ def backward(
     target: Tensor,
     ignore_index: int,
     smoothing: float,
-    wanted: list[bool],
+    needs_grad: list[bool],
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Compute the gradients of sum(grad * loss), and the logits again.
 
@@ -288,11 +288,11 @@ def backward(
             no fp16 number overflows however large it is.
 
     Returns:
-        The gradients of x, weight and bias in their dtypes, of size 0 unless wanted.
+        The gradients of x, weight and bias in their dtypes, of size 0 unless needs_grad.
     """
     largest = grad.abs().amax().clamp_min(torch.finfo(grad.dtype).tiny) if len(grad) else grad.new_ones(())
     _, dx, dweight, dbias = forward(
-        x, weight, bias, target, ignore_index, smoothing, wanted, (grad / largest).contiguous()
+        x, weight, bias, target, ignore_index, smoothing, needs_grad, (grad / largest).contiguous()
     )
     return (
         (dx.float() * largest).to(x.dtype),

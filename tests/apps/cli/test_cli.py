@@ -15,7 +15,7 @@ pytest.importorskip("typer", reason="the command line needs the extra `apps`")
 
 import fastformer as fastformer_package
 from fastformer import functional
-from fastformer.apps.system.waiting import waiting
+from fastformer.apps.system.openmp import wait_variables
 from fastformer.apps.translation.run import load_translator
 from tests.support.command_line import fastformer
 from tests.support.train_task import config, trainer
@@ -100,12 +100,12 @@ def test_info(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_threads_spin_on_an_idle_machine_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("fastformer.apps.system.waiting._LOAD", tmp_path / "loadavg")
-    assert waiting({}) == {"OMP_WAIT_POLICY": "PASSIVE"}  # the load is unknown
+    monkeypatch.setattr("fastformer.apps.system.openmp._LOAD", tmp_path / "loadavg")
+    assert wait_variables({}) == {"OMP_WAIT_POLICY": "PASSIVE"}  # the load is unknown
     for running, spinning in ((1, {"GOMP_SPINCOUNT": "3000"}), (2, {})):
         (tmp_path / "loadavg").write_text(f"0.52 1.52 1.74 {running}/300 8422")
-        assert waiting({}) == {"OMP_WAIT_POLICY": "PASSIVE", **spinning}
-    assert waiting({"OMP_WAIT_POLICY": "ACTIVE"}) == {}
+        assert wait_variables({}) == {"OMP_WAIT_POLICY": "PASSIVE", **spinning}
+    assert wait_variables({"OMP_WAIT_POLICY": "ACTIVE"}) == {}
 
 
 @pytest.mark.parametrize(

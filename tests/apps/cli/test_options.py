@@ -16,7 +16,7 @@ pytest.importorskip("typer", reason="the command line needs the extra `apps`")
 
 from fastformer.apps.language.run import LanguageRun
 from fastformer.apps.runs.run import Run
-from fastformer.apps.settings import unmet
+from fastformer.apps.settings import unmet_conditions
 from fastformer.apps.text import number_corpus, write_lines
 from fastformer.apps.translation.run import TranslationRun
 
@@ -83,11 +83,11 @@ def test_what_applies_is_read_and_saved_and_other_options_are_refused(
             assert saved[section].get(name) == (str(value) if isinstance(value, Path) else value), name
             if section == "model" and name in application.derived:
                 continue
-            if not list(unmet(item, (*sections.values(), CPU))):
+            if not list(unmet_conditions(item, (*sections.values(), CPU))):
                 assert name in read_settings[section], f"{name} applies, and nothing reads it"
             elif value is not False:
                 refused.add(name)
                 with pytest.raises(ValueError, match=f"^{name} has an effect only "):
-                    application.refuse_idle({section: {name}}, data, model, train, "cpu")
+                    application.reject_unused_options({section: {name}}, data, model, train, "cpu")
     assert {"momentum", "plateau_factor", "max_positions", "parallel"} <= refused
     assert ("batch_tokens" in refused) == (case in ("files", "text"))

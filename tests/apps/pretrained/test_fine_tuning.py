@@ -94,7 +94,7 @@ def test_transformers_generates_the_translations_of_a_trained_model(run: Path, h
 
 def test_a_run_begins_with_the_weights_and_lowers_their_loss(run: Path, folder: Path) -> None:
     data = DataConfig(tokenizer="pretrained", train_source=run.parent / "train.source", train_target=run)
-    initial, _, settings, _ = application_of("translation").begin_with(folder, {"dropout": 0.2}, data, None)
+    initial, _, settings, _ = application_of("translation").load_initial_model(folder, {"dropout": 0.2}, data, None)
     assert settings["dropout"] == 0.2
     before, after = from_transformers(folder).eval(), load_translator(run).model
     assert all(torch.equal(x, initial.state_dict()[name]) for name, x in before.state_dict().items())
@@ -132,7 +132,7 @@ def test_tokenizers_that_do_not_fit_are_refused(folder: Path, tmp_path: Path) ->
 
     def begin(**changes: int) -> Any:
         (copy / "vocab.json").write_text(json.dumps(words | changes))
-        return application_of("translation").begin_with(copy, {}, DataConfig(), None)
+        return application_of("translation").load_initial_model(copy, {}, DataConfig(), None)
 
     with pytest.raises(ValueError, match=f"its source_vocabulary is {len(words) + 1}, not {len(words)}"):
         begin(more=len(words))

@@ -12,7 +12,7 @@ from fastformer.apps.language.run import LanguageDataConfig, LanguageRun, Langua
 from fastformer.apps.runs import run as runs
 from fastformer.apps.runs.application import application_of
 from fastformer.apps.runs.automatic_settings import Choice, Task, choose, vocabulary_size
-from fastformer.apps.runs.folder import stated
+from fastformer.apps.runs.folder import read_run_section
 from fastformer.apps.text import write_lines
 from fastformer.apps.train import TrainConfig
 from fastformer.apps.translation.model import TranslationConfig
@@ -102,7 +102,7 @@ def test_the_vocabulary_follows_from_words_and_characters(sides: list[list[str]]
 
 @pytest.mark.parametrize("recipe", sorted((ROOT / "recipes").glob("*.toml")), ids=lambda path: path.stem)
 def test_a_recipe_leaves_nothing_to_choose(recipe: Path) -> None:
-    application = application_of(stated(recipe).kind)
+    application = application_of(read_run_section(recipe).kind)
     sections = application.read_settings(recipe)
     given = {name: value for section in sections.values() for name, value in section.items()}
     model, train = sections["model"], application.train(**sections["train"])

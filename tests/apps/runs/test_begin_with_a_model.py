@@ -9,7 +9,7 @@ pytest.importorskip("typer", reason="the command line needs the extra `apps`")
 
 from fastformer.apps.export import export_safetensors
 from fastformer.apps.runs.application import application_of
-from fastformer.apps.runs.folder import stated
+from fastformer.apps.runs.folder import read_run_section
 from fastformer.apps.train import CheckpointFolder
 from tests.apps.conftest import LINES
 from tests.support.command_line import fastformer
@@ -46,7 +46,7 @@ def test_a_run_begins_with_the_weights_tokenizers_and_lengths_of_another(runs, f
     before = weights(application, runs / kind)
     for name, after in weights(application, folder / "new").items():
         torch.testing.assert_close(after, before[name], rtol=0, atol=1e-20)
-    assert stated(folder / "new" / "config.toml").origin == str(origin)
+    assert read_run_section(folder / "new" / "config.toml").origin == str(origin)
     data = application.read_config(folder / "new")["data"]
     assert (data["tokenizer"], data[application.length]) == ("pretrained", 9)
     if kind == "classification":

@@ -11,7 +11,7 @@ from pathlib import Path
 _LOAD = Path("/proc/loadavg")  # "0.52 1.52 1.74 1/345 8422": running and all threads of the machine
 
 
-def waiting(environment: Mapping[str, str]) -> dict[str, str]:
+def wait_variables(environment: Mapping[str, str]) -> dict[str, str]:
     """Return the environment variables to add: spin for about 0.1 ms on an idle machine, else sleep at once."""
     if "OMP_WAIT_POLICY" in environment:
         return {}

@@ -63,14 +63,15 @@ def bench_training_step_of_the_language_model(race: Race, size: str) -> None:
     step = _trainer_step(model, batch)
     tutorial_step = _step(tutorial, tutorial_loss, partial(_plain_sgd, tutorial))
     name = "T2, torch.nn.TransformerEncoder"
-    ours = Contender("fastformer", step, batch.tokens, loss, model.parameters())
-    theirs = Contender(name, tutorial_step, batch.tokens, tutorial_loss, tutorial.parameters())
+    sides = (
+        Contender("fastformer", step, batch.tokens, loss, model.parameters()),
+        Contender(name, tutorial_step, batch.tokens, tutorial_loss, tutorial.parameters()),
+    )
     if race.device.type == "cuda":  # a replayed graph allocates nothing, so peaks of memory would not compare
-        ours, theirs = replace(ours, forward=None), replace(theirs, forward=None)
+        sides = replace(sides[0], forward=None), replace(sides[1], forward=None)
     race(
         f"training step of a word-level language model, d200 2 layers{'' if size == 'usual' else ', 4,000 words'}",
-        ours,
-        theirs,
+        *sides,
         rounds=5,
         goal=1.3 if size == "usual" else None,
     )

@@ -43,7 +43,7 @@ def needs_dispatcher() -> bool:
     )
 
 
-def in_functorch() -> bool:
+def in_torch_func() -> bool:
     """Return whether a transform of torch.func is active; False while compiling, when torch cannot tell."""
     return not compiling() and functorch_level() is not None
 
@@ -78,7 +78,7 @@ def _proxy_mode() -> Any:
 
 def in_functionalize() -> bool:
     """Return whether torch.func.functionalize is active; its tensors have no memory, and it supports no Function."""
-    return in_functorch() and _has_level(torch._C._functorch.TransformType.Functionalize)
+    return in_torch_func() and _has_level(torch._C._functorch.TransformType.Functionalize)
 
 
 def capturing(x: Tensor) -> bool:

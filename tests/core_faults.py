@@ -86,7 +86,7 @@ ROWS: dict[str, list[tuple[str, str, str]]] = {
          "functional/test_backend.py::test_autocast_decides_by_the_dtype_that_it_computes_in"),
     ],
     "nn/modules": [
-        ("if not isinstance(activation, nn.Module) or not plain(activation, nn.ReLU, nn.GELU):",
+        ("if not isinstance(activation, nn.Module) or not is_unmodified(activation, nn.ReLU, nn.GELU):",
          "if not isinstance(activation, nn.ReLU | nn.GELU):",
          "nn/test_layers.py::test_every_setting_computes_what_torch_does"),
     ],
@@ -301,11 +301,11 @@ ROWS: dict[str, list[tuple[str, str, str]]] = {
     "nn/conversion": [
         ("if converted and not padding_free:", "if not padding_free:", REPORT),
         ('obstacle = stack.obstacle() if stack.padding_free else "padding_free is False"', "obstacle = None", REPORT),
-        ('elif getattr(module, "differs", False):', "elif False:",
+        ('elif getattr(module, "has_extra_options", False):', "elif False:",
          "nn/test_options.py::test_an_option_that_is_set_later_counts_and_is_not_lost_to_torch"),
         ('return "quantised"', "return None",
          "nn/test_conversion.py::test_quantised_parts_are_called_as_they_are"),
-        ("(*DROP_INS.values(), skipping(before))", "(*DROP_INS.values(),)",
+        ("(*DROP_INS.values(), subclass_calling_sdpa(before))", "(*DROP_INS.values(),)",
          "functional/test_sdpa.py::test_converted_modules_skip_and_come_back"),
         ('module.__dict__.pop("padding_free", None)', "pass",
          "nn/test_conversion.py::test_convert_changes_a_model_in_place_and_revert_undoes_it"),

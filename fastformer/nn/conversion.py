@@ -122,7 +122,7 @@ def revert(model: nn.Module) -> Conversion:
             reason = "its class has changed since it was converted"
         elif "forward" in module.__dict__:
             reason = "its forward was replaced in the instance"
-        elif getattr(module, "differs", False):
+        elif getattr(module, "has_extra_options", False):
             reason = "it has options that torch.nn's class lacks"
         else:
             del module.__dict__[_MARK]

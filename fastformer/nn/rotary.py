@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from fastformer.host.devices import device_with_fp64
-from fastformer.modes import capturing, compiling, dispatch_modes, in_functorch, tracing_state
+from fastformer.modes import capturing, compiling, dispatch_modes, in_torch_func, tracing_state
 from fastformer.packing.layout import MOST_TOKENS
 from fastformer.packing.sizes import power_of_two
 from fastformer.settings import check_value
@@ -100,7 +100,7 @@ class Rotary:
         They are fp64 if `like` is, else fp32, and rounded once.
         """
         dtype = torch.float64 if like.dtype == torch.float64 else torch.float32
-        if compiling() or dispatch_modes() or in_functorch() or tracing_state() is not None:
+        if compiling() or dispatch_modes() or in_torch_func() or tracing_state() is not None:
             # Tensors created in these modes cannot be cached, and in a trace lengths are tensors.
             return self._tables(head_size, length, like.device, dtype)
         length = max(_SHORTEST, power_of_two(length))

@@ -57,12 +57,15 @@ def one_by_one(q: Tensor, k: Tensor, v: Tensor, layout: Layout, key_layout: Layo
 @pytest.fixture
 def groups(request, monkeypatch):
     """Sequences as short as these are not worth more than one group; that must not matter."""
+    if request.param == "one by one":
+        monkeypatch.setattr(packed_reference, "_SHORT", 0)
+        monkeypatch.setattr(packed_reference, "_LONG_MEAN", 0)
     if request.param == "many groups":
         monkeypatch.setattr(packed_reference, "_WORTH", 0)
         monkeypatch.setattr(packed_reference, "_SHRINK", 0.9)
 
 
-GROUPS = ["one group", "many groups"]
+GROUPS = ["one group", "many groups", "one by one"]
 
 
 @pytest.mark.parametrize(

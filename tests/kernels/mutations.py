@@ -271,7 +271,7 @@ ROWS: dict[str, list[tuple[str, ...]]] = {
     ],
     "fastformer/functional/norms/fused": [
         ("ctx.save_for_backward(*tensors, mean, rstd)", "ctx.save_for_backward(*tensors, rstd, mean)", LAYER_NORM),
-        ("if twice(NAMES[ctx.centred], ctx.formula):", "if False:",
+        ("if needs_double_backward(NAMES[ctx.centred], ctx.formula):", "if False:",
          CONTRACT + "test_gradients_by_other_ways_are_the_references[second derivative-layer_norm]",
          "RuntimeError: element 0 of tensors does not require grad"),
         ("x.dtype if needed and x is not None else None", "x.dtype if x is not None else None",

@@ -1,7 +1,7 @@
 """Attention within packed sequences, in plain PyTorch: the specification, and the implementation without a GPU.
 
-A batch of scores is one matrix product, so sequences attend in groups of about the same length, each padded to its
-longest. docs/kernels/attention.md has the gain on a CPU.
+A batch of scores is one matrix product, so short sequences attend in groups of about the same length, each padded to
+its longest. On a CPU, long sequences attend one by one, without padding. docs/kernels/attention.md has the gain.
 
 Letters: B sequences, H heads, T queries, S keys, K head size; of a group: N sequences.
 """
@@ -33,6 +33,11 @@ _SHORT = 64
 # The same for a trained bias by distance, for which SDPA has no fused gradient (8 sequences of 256 tokens,
 # 12 heads of 64: 118 against 146 ms; 16 of up to 128: 34 against 48).
 _SHORT_TRAINED = 256
+
+# From this mean length on, a call of SDPA for each sequence is faster than groups. Ratios of process CPU time, 16 and
+# 64 sequences, 4 to 12 heads of 64, lengths evenly from a tenth of 80 to 512 tokens and from 0.7 of it: 1.2 to 2.3,
+# with backward 1.1 to 1.9; 62 sequences of 5 to 30 tokens and two of 128: 0.8 to 1.2.
+_LONG_MEAN = 32
 
 Ints = NDArray[np.int64]
 
@@ -129,6 +134,8 @@ def packed_attention(
     """Compute `functional.packed_attention` with rules from `check_packed_attention`."""
     if compiling() or not layout.known:
         return _in_one_group(q, k, v, layout, key_layout, rules)
+    if _attends_one_by_one(q, layout, key_layout, rules):
+        return _one_by_one(q, k, v, layout, key_layout, rules)
     (tokens, H, K), Hkv, Kv = q.shape, k.shape[1], v.shape[2]
     plan = layout.cached(("plan", H, Hkv), lambda: _plan(layout, key_layout, H, Hkv), key_layout)
     same = layout is key_layout
@@ -152,6 +159,32 @@ def packed_attention(
     return rows.gather(out).view(tokens, H, Kv)
 
 
+def _is_short(T: int, S: int, rules: AttentionRules) -> bool:
+    """Return whether matrix products and softmax are faster than SDPA."""
+    bias = rules.distance_bias
+    trained = bias is not None and bias.requires_grad and torch.is_grad_enabled()
+    return max(T, S) <= (_SHORT_TRAINED if trained else _SHORT)
+
+
+def _attends_one_by_one(q: Tensor, layout: Layout, key_layout: Layout, rules: AttentionRules) -> bool:
+    """Return whether a call of SDPA for each sequence is faster than groups."""
+    if not q.is_cpu or (layout.full and key_layout.full):
+        return False
+    tokens = max(layout.total, key_layout.total)
+    is_short = _is_short(layout.max_length, key_layout.max_length, rules)
+    return not is_short and tokens >= _LONG_MEAN * layout.batch
+
+
+def _one_by_one(q: Tensor, k: Tensor, v: Tensor, layout: Layout, key_layout: Layout, rules: AttentionRules) -> Tensor:
+    lengths, key_lengths = layout.lengths.tolist(), key_layout.lengths.tolist()
+    sides = torch.split(q, lengths), torch.split(k, key_lengths), torch.split(v, key_lengths)
+    outputs = []
+    for row in zip(*sides, strict=True):
+        q, k, v = (x.transpose(0, 1)[None] for x in row)  # [1, H, L, K]
+        outputs.append(attention_over_zeros(q, k, v, rules)[0].transpose(0, 1))
+    return torch.cat(outputs)
+
+
 def _attend(q: Tensor, k: Tensor, v: Tensor, group: Group, same: bool, rules: AttentionRules) -> Tensor:
     """Attend within one group: q `[H, N, T, K]`, k and v `[Hkv, N, S, K]` -> `[H, N, T, Kv]`.
 
@@ -165,8 +198,7 @@ def _attend(q: Tensor, k: Tensor, v: Tensor, group: Group, same: bool, rules: At
     plain = q.is_cpu and by_start and Hkv == H and (rules.window, rules.softcap, rules.sinks) == (None, None, None)
     if bias is not None:
         plain = plain and readable(bias) and bool(bias.isfinite().all())  # no query has all keys hidden
-    trained = bias is not None and bias.requires_grad and torch.is_grad_enabled()
-    if plain and max(T, S) <= (_SHORT_TRAINED if trained else _SHORT) and group.shortest > 0:
+    if plain and _is_short(T, S, rules) and group.shortest > 0:
         scale = q.shape[3] ** -0.5 if rules.scale is None else rules.scale
         scores = products(q.flatten(0, 1), k.flatten(0, 1), scale)
         if bias is not None:

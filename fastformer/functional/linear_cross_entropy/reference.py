@@ -16,7 +16,7 @@ from torch import Tensor
 
 from fastformer.host.autograd_function import NAMESPACE, plain_gradients
 from fastformer.host.devices import autocasts, to_autocast
-from fastformer.modes import compiling, forward_ad, in_functorch
+from fastformer.modes import compiling, forward_ad, in_torch_func
 
 CPU_CHUNK_BYTES = 4 << 20  # of fp32 logits; 0.5, 1, 2, 4, 8, 16, 64 MiB took 204, 201, 180, 166, 176, 159, 244 ms
 # With fewer rows, passes over the weight and its gradient take most time: for 700 rows, D 200, V 33,280, chunks of
@@ -247,7 +247,7 @@ def linear_cross_entropy(x: Tensor, weight: Tensor, bias: Tensor | None, *settin
     inputs = (x, weight) if bias is None else (x, weight, bias)
     trained = torch.is_grad_enabled() and any(t.requires_grad for t in inputs)
     # torch.func, forward mode and subclasses of Tensor need the plain formula.
-    plain = in_functorch() or forward_ad._current_level >= 0 or torch.overrides.has_torch_function(inputs)
+    plain = in_torch_func() or forward_ad._current_level >= 0 or torch.overrides.has_torch_function(inputs)
     if plain or (rows and trained):
         losses = plain_loss(x, weight, bias, *settings)
         return losses if rows else losses.sum()

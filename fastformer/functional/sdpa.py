@@ -31,7 +31,8 @@ class _Visible(NamedTuple):
     keys: Tensor | None  # bool [B, S], likewise
 
 
-# Of a mask, or the tensor that it is a view of: its version, and what views of it show, by shape, strides and offset.
+# Of a mask, or the tensor that it is a view of: its version, a copy on a CPU, where numpy can change it without a new
+# version, and what views of it show, by shape, strides and offset.
 _remembered: MutableMapping[Tensor, Any] = WeakTensorKeyDictionary()
 
 
@@ -122,9 +123,9 @@ def _read(mask: Tensor, B: int, T: int, S: int) -> _Visible | None:
     if mask.is_inference():
         return _find(mask, B, T)
     base = mask if mask._base is None else mask._base
-    version, views = _remembered.get(base, (None, {}))
-    if version != base._version:
-        _remembered[base] = base._version, (views := {})
+    version, copy, views = _remembered.get(base, (None, None, {}))
+    if version != base._version or (copy is not None and not torch.equal(copy, base)):
+        _remembered[base] = base._version, base.clone() if base.is_cpu else None, (views := {})
     view = B, T, mask.shape, mask.stride(), mask.storage_offset()
     if view not in views:
         views[view] = _find(mask, B, T)

@@ -112,6 +112,10 @@ def test_a_mask_is_read_once_until_it_changes(monkeypatch):
     out = fastformer.sdpa(*qkv, mask[:, None, None])
     assert_close(out, F.scaled_dot_product_attention(*qkv, mask[:, None, None]))
     assert len(read) == 2
+    mask.numpy()[1, 9:] = False  # without a new version
+    out = fastformer.sdpa(*qkv, mask[:, None, None])
+    assert_close(out, F.scaled_dot_product_attention(*qkv, mask[:, None, None]))
+    assert len(read) == 3
     with torch.inference_mode():
         copy = mask.clone()
         for length in (S, 40):

@@ -97,7 +97,15 @@ def _create(
     begun = {} if pretrained is None else {"tokenizer": PRETRAINED}
     data, train = application.data(**begun | settings["data"]), application.train(**settings["train"])
     model, named = settings["model"], {name: set(values) for name, values in settings.items()}
-    application.reject_unused_options(named, data, model, train, device)
+    # A file may state defaults that have no effect, as the config.toml of a run does.
+    kinds = {"data": application.data, "model": application.model, "train": application.train}
+    checked = {
+        section: {
+            name for name, x in values.items() if name in flags[section] or x != getattr(kinds[section], name, None)
+        }
+        for section, values in settings.items()
+    }
+    application.reject_unused_options(checked, data, model, train, device)
     return kind.create(folder, data, model, train, device, pretrained, named)
 
 

@@ -30,6 +30,12 @@ _ROTARY, _RELATIVE = {"positions": "rotary"}, {"positions": "relative"}
 _RANGES = {"normal": 0.02, "uniform": 0.1}  # defaults of the distributions with a range
 
 
+def heads_that_fit(width: int, kv_heads: int | None = None) -> int | None:
+    """Return the most heads, at most 8, of at least 32 numbers for a model of this width; fewer numbers if none fit."""
+    fitting = [h for h in (8, 4, 2, 1) if width % h == 0 and h % (kv_heads or 1) == 0]
+    return next((h for h in fitting if width // h >= 32), fitting[-1] if fitting else None)
+
+
 class ModelSettings(Settings, kw_only=True):
     """Base class of the models' settings, which are stored with every checkpoint."""
 

@@ -1,8 +1,10 @@
 """Figures of training runs and positional encodings, and what all figures share: size, title and file."""
 
 import io
+import logging
 import math
 import textwrap
+import warnings
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -16,7 +18,14 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
+logger = logging.getLogger("fastformer")
 DPI = 120
+# On Linux, macOS and Windows: Chinese, Japanese and Korean; Arabic and Thai; Indian scripts.
+_OTHER_FONTS = (
+    "Noto Sans CJK JP", "Noto Sans CJK SC", "WenQuanYi Zen Hei", "Hiragino Sans", "PingFang SC", "Apple SD Gothic Neo",
+    "Microsoft YaHei", "Yu Gothic", "Malgun Gothic", "Noto Sans Arabic", "Noto Sans Thai", "Noto Sans Devanagari",
+    "Arial Unicode MS", "Nirmala UI", "Leelawadee UI",
+)  # fmt: skip
 _CHARACTERS_PER_INCH = 9.0  # of a title
 _LABELS = {
     "loss": "loss (nats per token)",
@@ -42,10 +51,25 @@ def save(figure: "Figure", path: Path | str) -> Path:
     """
     check_png(path)
     path, drawn = Path(path), io.BytesIO()
-    figure.savefig(drawn, dpi=DPI, format="png")
+    _set_fonts(figure)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        figure.savefig(drawn, dpi=DPI, format="png")
+    if any("missing from font" in str(each.message) for each in caught):
+        logger.warning("%s: no installed font has all letters, so boxes stand for some; Noto Sans CJK has more", path)
     path.parent.mkdir(parents=True, exist_ok=True)
     write_file(path, drawn.getvalue())
     return path
+
+
+def _set_fonts(figure: "Figure") -> None:
+    """Let installed fonts of other scripts draw the letters that matplotlib's own font does not have."""
+    from matplotlib.font_manager import fontManager
+    from matplotlib.text import Text
+
+    installed = {font.name for font in fontManager.ttflist}
+    for text in figure.findobj(Text):
+        text.set_fontfamily(["DejaVu Sans", *(name for name in _OTHER_FONTS if name in installed)])
 
 
 def new_figure(width: float, height: float) -> "Figure":

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from fastformer.apps.models.settings import heads_that_fit
 from fastformer.apps.models.sizes import check_memory
 from fastformer.apps.runs.folder import CONFIG, KINDS, RunConfig, load_toml, read_kind, read_run_section, save_toml
 from fastformer.apps.settings import Given, Settings, befores, reject_unused_options
@@ -77,7 +78,18 @@ class Application:
         return config
 
     def expected_config(self, model: Mapping[str, Any], data: Any) -> Any:
-        """Return the expected configuration of a model before its tokenizers exist; see `model_config`."""
+        """Return the expected configuration of a model before its tokenizers exist; see `model_config`.
+
+        Heads or a width that were not given fit the other, as they are chosen later.
+        """
+        width, heads = model.get("d_model"), model.get("heads")
+        if "head_size" in model:
+            pass
+        elif heads is None and isinstance(width, int) and width > 0:
+            fitting = heads_that_fit(width, model.get("kv_heads"))
+            model = model if fitting is None else {**model, "heads": fitting}
+        elif width is None and isinstance(heads, int) and heads > 0:
+            model = {**model, "d_model": 64 * heads}
         ids = data.special_ids if hasattr(data, "special_ids") else SpecialIds()
         tokenizer = SimpleNamespace(size=data.vocabulary or max(ids.names()) + 1, **vars(ids))
         return self.model_config(model, [tokenizer] * len(self.vocabularies), data)
@@ -145,8 +157,9 @@ class Application:
         path = Path(folder) / CONFIG
         if (kind := read_kind(folder)) != self.kind:
             other = application_of(kind)
-            about = f"{folder} is a {other.title} run"
-            raise ValueError(f"{about}; use `{other.use}` (or `{other.command} --resume` to train it further)")
+            raise ValueError(
+                f"{folder} is a {other.title} run, not a {self.title} run: `{other.use}` and `{other.command}` take it"
+            )
         sections = self._load(path, REMOVED)
         needed = {each.name for each in fields(self.model) if each.default is MISSING}
         if missing := sorted(needed.difference(sections["model"])):
@@ -164,9 +177,12 @@ class Application:
             other = application_of(kind)
             raise ValueError(f"{path} is for a {other.title} run; use `{other.command}`")
         sections = self._load(path)
+        is_of_run = path.name == CONFIG and (path.parent / "checkpoints").is_dir()
         for section, settings in (("data", self.data), ("model", self.model)):
             for name, source in _derived(settings).items():
-                if name in sections[section]:
+                if is_of_run:
+                    sections[section].pop(name, None)
+                elif name in sections[section]:
                     raise ValueError(f"{path}: [{section}] {name} is set from {source}; leave it out")
         return sections
 

@@ -44,7 +44,10 @@ def config_of(folder: Path | str) -> Path:
     """Return the config.toml of a run folder; raises FileNotFoundError if the folder holds no run."""
     path = Path(folder) / CONFIG
     if not path.is_file():
-        raise FileNotFoundError(f"{folder} is not a run folder: it has no config.toml")
+        if not path.parent.exists():
+            raise FileNotFoundError(f"there is no folder {folder}")
+        exported = "; it holds an exported model, which --from takes" if (path.parent / "config.json").is_file() else ""
+        raise FileNotFoundError(f"{folder} is not a run folder: it has no config.toml{exported}")
     return path
 
 

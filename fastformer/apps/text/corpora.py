@@ -102,7 +102,7 @@ def split(corpus: ParallelCorpus, validation: int, test: int, seed: int) -> tupl
     if not train:
         raise TextError(
             f"{corpus.name}: {len(corpus):,} pairs ({len(held_out):,} distinct) leave none for training "
-            f"after {validation:,} for validation and {test:,} for test"
+            f"after {validation:,} for validation and {test:,} for testing; give other files or sizes for these"
         )
     chosen = list(held_out.values())
     left_out = {**corpus.left_out, _COPIES: len(corpus) - len(train) - len(chosen)}

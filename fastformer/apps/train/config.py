@@ -112,8 +112,10 @@ class TrainConfig(Settings):
     def end(self) -> str:
         """The limits that end a run, in words."""
         limits = {"steps are made": self.steps, "epochs are complete": self.epochs, "minutes are spent": self.minutes}
+        words = [f"{limit:,} {unit}".replace(".0 ", " ") for unit, limit in limits.items() if limit]
+        singular = {"1 steps are": "1 step is", "1 epochs are": "1 epoch is", "1 minutes are": "1 minute is"}
         return "until " + " or ".join(
-            f"{limit:,} {unit}".replace(".0 ", " ") for unit, limit in limits.items() if limit
+            next((word.replace(a, b) for a, b in singular.items() if word.startswith(a)), word) for word in words
         )
 
 

@@ -23,7 +23,7 @@ class Progress:
         self._stream = sys.stderr if stream is None else stream
         self._enabled, self._clock = enabled and self._stream is not None, clock
         self._bar: Any = None
-        self._next = -math.inf  # when the next update is due: the first one after the first step
+        self._next = self._next_epoch = -math.inf  # when the next update is due: the first one after the first step
 
     def __enter__(self) -> "Progress":
         if self._enabled and self._stream.isatty():
@@ -62,10 +62,16 @@ class Progress:
             self.line(f"{progress:4.0%}  {text}  left {left}")
 
     def record(self, record: dict[str, Any] | None, best: bool = False) -> None:
-        """Print the record of an epoch or a validation, if there is one; call it once the results in it are saved."""
-        if record is not None:
-            kind = "mean of training" if record["kind"] == "epoch" else record["kind"]
-            self.line(f"{kind}: {describe(record)}" + ("  best so far, saved" if best else ""))
+        """Print the record of a validation or an epoch, if there is one; call it once the results in it are saved.
+
+        Epochs that end within ten seconds of the last one that was printed are not printed.
+        """
+        if record is None or (record["kind"] == "epoch" and self._clock() < self._next_epoch):
+            return
+        if record["kind"] == "epoch":
+            self._next_epoch = self._clock() + _PLAIN_SECONDS
+        kind = "mean of training" if record["kind"] == "epoch" else record["kind"]
+        self.line(f"{kind}: {describe(record)}" + ("  best so far, saved" if best else ""))
 
     def line(self, text: str) -> None:
         """Print a line that stays, such as the summary of a validation or the reason of the end."""

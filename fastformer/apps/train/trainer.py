@@ -293,8 +293,9 @@ class Trainer:
         else:
             return
         if record is not None:
+            at.seconds = self._seconds()
             spent = at.spent(self.config, self._batches)
-            self._progress.step(record, spent, self._seconds() * (1 - spent) / spent if spent else math.inf)
+            self._progress.step(record, spent, at.seconds * (1 - spent) / spent if spent else math.inf)
 
     def _seconds(self) -> float:
         return self._clock() - self._start

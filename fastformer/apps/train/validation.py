@@ -77,12 +77,13 @@ class TimeBudget:
         self._step = seconds if self._steps <= 2 else self._step + _RECENT * (seconds - self._step)
 
     def validation_took(self, seconds: float, share: float) -> None:
-        """Record the duration of a validation, or a trial, on a share of the held-out data."""
-        self._validation = seconds / share / max(self._step, 1e-9)
+        """Record the duration of a validation, or a trial, on a share of the held-out data, if a step was measured."""
+        if self._steps:
+            self._validation = seconds / share / max(self._step, 1e-9)
 
     def must_measure(self, seconds: float) -> bool:
         """Return whether to measure the cost of a validation now, `seconds` after the start of the run."""
-        return self._validation is None and seconds >= _MEASURE_BY * self._limit
+        return self._validation is None and self._steps > 0 and seconds >= _MEASURE_BY * self._limit
 
     def measure(self, score: Callable[[float], object], size: int, clock: Callable[[], float]) -> tuple[float, float]:
         """Score more and more of `size` examples until that takes a hundredth of the budget.

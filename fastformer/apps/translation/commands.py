@@ -125,6 +125,8 @@ def evaluate_run(
     """Print BLEU, chrF and TER on the run's test or validation pairs, or on a source file and its references."""
     source = texts if isinstance(texts, Path) else None
     options = make_settings(SearchOptions, search)
+    if "n_best" in search:
+        raise ValueError("n_best has no effect here: the best translation is scored; leave it out")
     data = DataConfig(**APPLICATION.read_config(run)["data"])
     tokenizer = bleu_tokenizer or data.tokenizer_for_bleu
     check_bleu_tokenizer(tokenizer)
@@ -146,7 +148,8 @@ def evaluate_run(
     )
     if output is not None:
         put_lines(translations, output)
-    console.print(f"{corpus}; beam {options.beam}, length penalty {options.length_penalty}")
+    beam = f"beam {options.beam}, length penalty {options.length_penalty}"
+    console.print(f"{corpus}; {beam if options.search == 'a beam above 1' else options.search}")
     console.print(str(scores))
 
 

@@ -44,6 +44,8 @@ from fastformer.apps.translation.search import SearchOptions
 from fastformer.apps.translation.translator import Translator
 
 _NUMBER_PAIRS = 10_000  # pairs of number words if train_size is unset
+_MOST_SPLIT_OFF = 500  # pairs for validation and for testing, if their number is unset
+_SPLIT_OFF = f"{_MOST_SPLIT_OFF}, or a tenth of fewer than {10 * _MOST_SPLIT_OFF:,} pairs"
 _HELD_OUT = {"corpus": (NUMBERS, "sentence files")}
 Split = Literal["train", "valid", "test"]
 
@@ -73,11 +75,14 @@ class DataConfig(VocabularyConfig):
     test_target: File | None = setting(
         None, "file of translations of test_source", only={"train_source": SET, "test_source": SET}
     )
-    valid_size: int = setting(
-        500, "pairs split off (or generated) for validation", at_least=1, only=_HELD_OUT | {"valid_source": None}
+    valid_size: int | None = setting(
+        None,
+        f"pairs split off for validation; unset: {_SPLIT_OFF}",
+        at_least=1,
+        only=_HELD_OUT | {"valid_source": None},
     )
-    test_size: int = setting(
-        500, "pairs split off (or generated) for testing", at_least=1, only=_HELD_OUT | {"test_source": None}
+    test_size: int | None = setting(
+        None, f"pairs split off for testing; unset: {_SPLIT_OFF}", at_least=1, only=_HELD_OUT | {"test_source": None}
     )
     train_size: int | None = setting(
         None, f"pairs to train on, the first ones; unset: all, or {_NUMBER_PAIRS:,} of numbers", at_least=1
@@ -160,16 +165,21 @@ def read_corpora(data: DataConfig) -> dict[Split, ParallelCorpus]:
         for name in ("valid", "test"):
             if getattr(data, f"{name}_source") is not None:
                 held_out[name] = read_parallel(getattr(data, f"{name}_source"), getattr(data, f"{name}_target"), name)
-        valid_size = 0 if "valid" in held_out else data.valid_size
-        test_size = 0 if "test" in held_out else data.test_size
-        limit = None if data.train_size is None else data.train_size + valid_size + test_size
+
+        def sizes(pairs: int) -> tuple[int, int]:
+            unset = min(_MOST_SPLIT_OFF, max(1, pairs // 10))
+            valid_size = 0 if "valid" in held_out else data.valid_size or unset
+            return valid_size, 0 if "test" in held_out else data.test_size or unset
+
+        limit = None if data.train_size is None else data.train_size + sum(sizes(data.train_size))
         train = read_parallel(data.train_source, data.train_target, "train", limit)
-        train, valid, test = split(train, valid_size, test_size, seed=1)
+        train, valid, test = split(train, *sizes(data.train_size or len(train)), 1)
         return {"train": train, "valid": held_out.get("valid", valid), "test": held_out.get("test", test)}
     if data.dataset == "numbers":
         if data.source != "en":
             raise ValueError(f"source must be 'en' for dataset 'numbers', not {data.source!r}")
-        corpora = number_corpus(data.target, data.train_size or _NUMBER_PAIRS, data.valid_size, data.test_size)
+        valid_size, test_size = (size or _MOST_SPLIT_OFF for size in (data.valid_size, data.test_size))
+        corpora = number_corpus(data.target, data.train_size or _NUMBER_PAIRS, valid_size, test_size)
     else:
         assert data.dataset is not None
         corpora = open_dataset(data.dataset, data.source, data.target, data.train_size)

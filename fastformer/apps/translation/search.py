@@ -72,10 +72,13 @@ class SearchOptions(Settings):
         return "a beam above 1" if self.beam > 1 else "greedy search"
 
     def limits(self, source_lengths: Tensor, config: TranslationConfig) -> Tensor:
-        """Compute the most tokens of each sentence, eos included, that the model can hold: int64 `[B]`."""
+        """Compute the most tokens of each sentence, eos included, that the model can hold: int64 `[B]`.
+
+        They are above `min_length`, which `max_ratio` and `max_extra` do not limit.
+        """
         limits = (source_lengths * self.max_ratio).clamp(max=_UNLIMITED).long() + min(self.max_extra, _UNLIMITED)
         most = min(self.max_length or _UNLIMITED, config.longest or _UNLIMITED)
-        return limits.clamp(min=1, max=most)
+        return limits.clamp(min=self.min_length + 1, max=most)
 
 
 class DecoderState:

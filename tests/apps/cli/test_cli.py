@@ -64,6 +64,11 @@ def test_a_translation_model_is_trained_described_and_evaluated(tmp_path: Path) 
         assert done.returncode == 0, done.stderr
         assert re.search(rf"BLEU \d+\.\d+ \(nrefs:1\|case:mixed\|.*tok:{tokenizer}", done.stdout)
         assert re.search(r"chrF \d+\.\d+ \(nrefs:1", done.stdout)
+        assert "pairs; greedy search\n" in done.stdout
+    done = fastformer(*["train", "--config", "run/config.toml", "--seed", "2", "--run", "again"], cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    settings = [(tmp_path / name / "config.toml").read_text().splitlines() for name in ("run", "again")]
+    assert [pair for pair in zip(*settings, strict=True) if pair[0] != pair[1]] == [("seed = 1", "seed = 2")]
 
 
 def test_the_version_is_the_package_s(tmp_path: Path) -> None:

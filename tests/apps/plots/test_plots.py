@@ -125,6 +125,14 @@ def test_tokens_are_text_and_never_formulas_and_long_ones_are_cut():
     assert not any(text.get_parse_math() for text in titles)
 
 
+def test_letters_that_no_font_has_give_one_line(tmp_path, caplog):
+    figure = plot_attention(torch.rand(1, 2), ["\ue123", "\ue124"], ["→"])  # for private use
+    figure_module.save(figure, tmp_path / "maps.png")
+    assert [record.getMessage() for record in caplog.records] == [
+        f"{tmp_path / 'maps.png'}: no installed font has all letters, so boxes stand for some; Noto Sans CJK has more"
+    ]
+
+
 def test_positions_show_values_and_their_cosine_similarity():
     encoding = torch.randn(7, 4)
     figure = plot_positions(encoding, "learned positions")

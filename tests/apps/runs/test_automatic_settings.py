@@ -70,6 +70,9 @@ def test_settings_follow_from_corpus_budget_and_speed(
     "given",
     [
         {"d_model": 96},
+        {"d_model": 100},
+        {"heads": 3},
+        {"kv_heads": 2},
         {"d_model": 256, "heads": 16},
         {"activation": "swiglu"},
         {"dropout": 0.2, "encoder_layers": 1, "embeddings": "tied"},

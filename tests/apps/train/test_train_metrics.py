@@ -1,6 +1,7 @@
 """The stream of records: the two files agree, survive a crash, and go on where a resumed run does."""
 
 import csv
+import re
 import sys
 
 import pytest
@@ -132,6 +133,31 @@ def test_a_budget_in_minutes_ends_in_time_with_all_validations(tmp_path, capsys,
     assert size == SIZE or example * size <= 0.1 * 60 * minutes < example * SIZE
     said = f"validation: on {size} of 100, because all would take more than a tenth of --minutes"
     assert (said in capsys.readouterr().err) == (size < SIZE) == ("validated_share" in actual[0])
+
+
+def test_a_run_goes_on_after_half_of_a_longer_budget(tmp_path):
+    """The cost of a validation is measured in steps, so after the first one of a session."""
+    steps = 0
+    for minutes in (1.0, 1.3, 1.6):
+        clock = Clock()
+        settings = config(steps=None, minutes=minutes, validate_every=10**6)
+        loss, score = clock.takes(1.0, summed_loss), held_out(clock, 0.01)
+        run = trainer(tmp_path, settings, loss=loss, validate=score, clock=clock)
+        if steps:
+            run.resume()
+        before, steps = steps, run.fit().step
+        assert steps >= before + 15
+        assert steps == pytest.approx(60 * minutes, abs=8)
+
+
+def test_the_time_left_is_that_of_the_budget(tmp_path, capsys):
+    clock = Clock()
+    settings = config(steps=None, minutes=1.0, validate_every=10**6)
+    trainer(tmp_path, settings, loss=clock.takes(0.5, summed_loss), clock=clock, show=True).fit()
+    lines = capsys.readouterr().err
+    assert re.search(r"epoch 1  step 1 .* left 1:00$", lines, re.MULTILINE)
+    assert re.search(r"epoch 3  step 21 .* left 0:50$", lines, re.MULTILINE)
+    assert lines.count("mean of training: ") == 6  # at most one in ten seconds
 
 
 def test_the_speed_is_that_of_steps_alone(tmp_path):

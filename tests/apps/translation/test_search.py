@@ -115,6 +115,7 @@ def one_of(found):
         (-100, {"max_ratio": 1.5, "max_extra": 2}, [4 + 2, 12 + 2]),  # never ends
         (-100, {"max_ratio": 1.5, "max_extra": 2, "max_length": 9}, [6, 9]),
         (-100, {"max_ratio": 0.0, "max_extra": 0}, [1, 1]),
+        (20, {"min_length": 30}, [30, 30]),  # whatever the source
     ],
 )
 def test_lengths(search, bias, rules, sizes):

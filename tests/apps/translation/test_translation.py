@@ -111,6 +111,10 @@ def test_the_first_pairs_of_files_are_taken_after_those_split_off(tmp_path: Path
         assert [line[1:] for line in part.source] == [line[1:] for line in part.target]
     assert "875 more left out" in str(parts["train"])
     assert len(read_corpora(replace(data, train_size=None))["train"]) == 888
+    # A tenth each of 900 pairs, or of those to train on; unset sizes leave pairs of the smallest corpora.
+    for train_size, sizes in ((None, [720, 90, 90]), (300, [300, 30, 30]), (1, [1, 1, 1])):
+        parts = read_corpora(DataConfig(**files, train_size=train_size))
+        assert [len(parts[name]) for name in ("train", "valid", "test")] == sizes
     held = {f"{part}_{side}": tmp_path / side[0] for part in ("valid", "test") for side in ("source", "target")}
     parts = read_corpora(DataConfig(**files, **held, train_size=100))
     assert {int(line.split()[1]) for line in parts["train"].source} == {i for i in range(112) if i % 10}

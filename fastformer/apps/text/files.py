@@ -46,7 +46,8 @@ def iterate_lines(path: str | Path) -> Iterator[str]:
             for line in lines_of(opener(file), str(path)):
                 yield line
     except FileNotFoundError:
-        raise FileNotFoundError(f"{path}: no such file") from None
+        folder = "" if path.is_absolute() else f" in the current folder, {Path.cwd()}"
+        raise FileNotFoundError(f"{path}: no such file{folder}") from None
     except (EOFError, OSError, zlib.error, lzma.LZMAError) as error:
         if format and getattr(error, "errno", None) is None:
             raise TextError(f"{path}: not a complete {format} file ({error})") from error

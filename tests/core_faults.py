@@ -70,6 +70,7 @@ ROWS: dict[str, list[tuple[str, str, str]]] = {
         ("(mask.shape[1] == 1 or mask.stride(1) == 0)", "True", SDPA),
         ('bool((shown | (mask == float("-inf"))).all())', "True", SDPA),
         ("if version != base._version:", "if version is None:", READ_ONCE),
+        ("not (views[view][1] is None or torch.equal(views[view][1], shown))", "False", READ_ONCE),
         ("if mask.is_inference():", "if False:", READ_ONCE),
         ("out.masked_fill(~visible.queries[:, None, :, None], 0.0)", "out",
          "functional/test_sdpa.py::test_the_call_of_a_gpu_gives_the_same"),

@@ -31,8 +31,8 @@ class _Visible(NamedTuple):
     keys: Tensor | None  # bool [B, S], likewise
 
 
-# Of a mask, or the tensor that it is a view of: its version, a copy on a CPU, where numpy can change it without a new
-# version, and what views of it show, by shape, strides and offset.
+# Of a mask, or the tensor that it is a view of: its version, and what views of it show, by shape, strides and offset.
+# On a CPU, where numpy can change a mask without a new version, with a copy of the view.
 _remembered: MutableMapping[Tensor, Any] = WeakTensorKeyDictionary()
 
 
@@ -94,7 +94,8 @@ def _visible(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, grouped: b
     if not all(x.dim() == 4 for x in inputs[:3]) or mask.requires_grad or not has_values(mask):
         return None
     (B, H, T, _), S = query.shape, key.shape[2]
-    if not all(x.shape[0] == B and (grouped or x.shape[1] == H) for x in (key, value)) or not B * T * S:
+    heads = key.shape[1] == value.shape[1] and (grouped or key.shape[1] == H)
+    if not (heads and key.shape[0] == value.shape[0] == B and B * T * S):
         return None
     kernels = _uses_kernels(query)
     if not kernels and (not query.is_cpu or min(T, S) < SHORTEST):
@@ -123,13 +124,14 @@ def _read(mask: Tensor, B: int, T: int, S: int) -> _Visible | None:
     if mask.is_inference():
         return _find(mask, B, T)
     base = mask if mask._base is None else mask._base
-    version, copy, views = _remembered.get(base, (None, None, {}))
-    if version != base._version or (copy is not None and not torch.equal(copy, base)):
-        _remembered[base] = base._version, base.clone() if base.is_cpu else None, (views := {})
+    version, views = _remembered.get(base, (None, {}))
+    if version != base._version:
+        _remembered[base] = base._version, (views := {})
     view = B, T, mask.shape, mask.stride(), mask.storage_offset()
-    if view not in views:
-        views[view] = _find(mask, B, T)
-    visible: _Visible | None = views[view]
+    shown = mask[:1] if mask.stride(0) == 0 else mask
+    if view not in views or not (views[view][1] is None or torch.equal(views[view][1], shown)):
+        views[view] = _find(mask, B, T), shown.clone() if mask.is_cpu else None
+    visible: _Visible | None = views[view][0]
     return visible
 
 

@@ -74,7 +74,8 @@ class Layout:
     """Positions of B sequences in a run of T tokens, and in the padded batch `[B, columns]` that it was packed from.
 
     Attributes:
-        lengths: int64 `[B]`, on the CPU; zero is allowed. On "meta" where only the device knows them (`in_place`).
+        lengths: int64 `[B]`, on the CPU; zero is allowed. On "meta" where only the device knows them
+            (`from_static_tensors`).
         offsets: int64 `[B + 1]`, like the tensors below on the tokens' device; sequence b is
             `offsets[b]:offsets[b + 1]`.
         positions: int64 `[T]`; the position of each token in its sequence.

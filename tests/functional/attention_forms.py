@@ -137,6 +137,12 @@ FORMS = {
     "key_mask of the same keys, causal, additive": form(
         causal=True, mask=lambda: additive(H, T, S), key_mask=lambda: keys_between([1, 1, 1], [6, 6, 6])
     ),
+    "additive [T, S], lengths, not the same for all": form(
+        mask=lambda: additive(T, S), query_lengths=[5, 2, 0], key_lengths=[7, 3, 2]
+    ),
+    "bool [S], sinks, key_mask": form(
+        mask=lambda: torch.rand(S) < 0.6, sinks=sinks, key_mask=lambda: keys_between([0, 0, 0], [7, 4, 1])
+    ),
     "bool [T, S]": form(mask=lambda: boolean(T, S)),
     "bool [S]": form(mask=lambda: torch.rand(S) < 0.6),
     "bool [B, 1, T, S]": form(mask=lambda: boolean(B, 1, T, S)),

@@ -139,7 +139,7 @@ def test_a_mask_of_queries_reaches_sdpa_with_all_keys(rules, masks_of_sdpa):
     assert mask.stride(-1) == 1
 
 
-PLACES, LENGTHS = torch.arange(SHORTEST), torch.tensor([SHORTEST, 70, 0])
+PLACES, LENGTHS = torch.arange(SHORTEST), torch.tensor([50, 40, 0])
 REAL = LENGTHS[:, None] > PLACES  # [B, S]
 
 
@@ -150,7 +150,7 @@ REAL = LENGTHS[:, None] > PLACES  # [B, S]
         (2, {"key_mask": REAL, "window": (9, 9)}),
         (2, {"key_mask": REAL.flip(1), "causal": True}),
         (1, {"key_mask": REAL & (PLACES != 5)}),  # a gap
-        (1, {"key_lengths": LENGTHS.clamp(min=90)}),  # fewer than 48 hidden keys in the mean
+        (1, {"key_lengths": LENGTHS + 70}),  # fewer than 48 hidden keys in the mean
     ],
     ids=["lengths", "right", "left", "gap", "little"],
 )
@@ -163,6 +163,21 @@ def test_padding_of_long_sequences_costs_nothing(calls, rules, masks_of_sdpa):
     assert_close(out, expected)
     assert len(masks_of_sdpa) == calls
     assert any(mask is not None for mask in masks_of_sdpa) == ("window" in rules or calls == 1)
+
+
+def test_padding_that_only_the_mask_states_is_not_read_beside_lengths():
+    q, k, v = (random(B, H, SHORTEST, 3) for _ in range(3))
+    mask = (PLACES < 30)[None, None, None] | (torch.arange(B) > 0)[:, None, None, None]  # [B, 1, 1, S]
+    expected = output(q, k, v, mask, key_lengths=LENGTHS)
+    for x in (k, v):
+        x.data[0, :, 30:] = torch.nan
+    assert_close(attention(q, k, v, mask, key_lengths=LENGTHS), expected)
+
+
+def test_rows_without_keys_leave_gradients_of_zero():
+    inputs = [*(random(B, H, SHORTEST, 3) for _ in range(3)), random(H), random(SHORTEST, SHORTEST)]
+    out = attention(*inputs[:3], inputs[4], sinks=inputs[3], key_lengths=torch.zeros(B, dtype=torch.int64))
+    assert not any(x.any() for x in torch.autograd.grad(out.sum(), inputs))
 
 
 @pytest.mark.parametrize("rules", [{"mask": random(T, S)}, {"distance_bias": random(H, 2 * S - 1)}], ids=list)

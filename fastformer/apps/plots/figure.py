@@ -55,7 +55,11 @@ def save(figure: "Figure", path: Path | str) -> Path:
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         figure.savefig(drawn, dpi=DPI, format="png")
-    if any("missing from font" in str(each.message) for each in caught):
+    missing = [each for each in caught if "missing from font" in str(each.message)]
+    for each in caught:
+        if each not in missing:
+            warnings.warn_explicit(each.message, each.category, each.filename, each.lineno)
+    if missing:
         logger.warning("%s: no installed font has all letters, so boxes stand for some; Noto Sans CJK has more", path)
     path.parent.mkdir(parents=True, exist_ok=True)
     write_file(path, drawn.getvalue())
@@ -68,8 +72,9 @@ def _set_fonts(figure: "Figure") -> None:
     from matplotlib.text import Text
 
     installed = {font.name for font in fontManager.ttflist}
+    others = [name for name in _OTHER_FONTS if name in installed]
     for text in figure.findobj(Text):
-        text.set_fontfamily(["DejaVu Sans", *(name for name in _OTHER_FONTS if name in installed)])
+        text.set_fontfamily([*text.get_fontfamily(), *others])
 
 
 def new_figure(width: float, height: float) -> "Figure":

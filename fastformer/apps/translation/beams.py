@@ -179,7 +179,8 @@ class Beams:
         if self.options.sample:
             (uniform,) = send(log_p.device, torch.tensor(draws, dtype=self._scores.dtype, device="cpu"))
             places = choose_ids(log_p, self.options, uniform)[:, None].clamp_(min=0)
-            return totals + log_p.gather(1, places), places
+            is_nan = log_p.isnan().any(1, keepdim=True)  # then id 0, which may be forbidden, stands for any
+            return totals + log_p.gather(1, places).masked_fill_(is_nan, math.nan), places
         if N == 1:
             best, places = log_p.max(-1, keepdim=True)
             return totals + best, places

@@ -173,7 +173,7 @@ def read_corpora(data: DataConfig) -> dict[Split, ParallelCorpus]:
 
         limit = None if data.train_size is None else data.train_size + sum(sizes(data.train_size))
         train = read_parallel(data.train_source, data.train_target, "train", limit)
-        train, valid, test = split(train, *sizes(data.train_size or len(train)), 1)
+        train, valid, test = split(train, *sizes(min(data.train_size or len(train), len(train))), 1)
         return {"train": train, "valid": held_out.get("valid", valid), "test": held_out.get("test", test)}
     if data.dataset == "numbers":
         if data.source != "en":

@@ -9,6 +9,7 @@ Letters: B batch, H heads, T queries, S keys, L positions, K head size.
 
 import math
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 from functools import reduce
 
 import torch
@@ -39,7 +40,8 @@ def only_causal(rules: AttentionRules) -> bool:
 def attention(q: Tensor, k: Tensor, v: Tensor, rules: AttentionRules) -> Tensor:
     """Compute `functional.attention` with rules from `check_attention`."""
     spans = visible_spans(q, k, rules)
-    if spans is not None:
+    if spans is not None:  # which leave out all padding but that of the mask
+        q, k, v = blank_padding(q, k, v, replace(rules, query_lengths=None, key_lengths=None, key_mask=None))
         return attend_in_spans(attention_over_zeros, q, k, v, rules, spans)
     return attention_over_zeros(*blank_padding(q, k, v, rules), rules)
 

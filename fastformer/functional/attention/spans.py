@@ -13,13 +13,15 @@ import torch
 from torch import Tensor
 
 from fastformer.functional.attention.rules import AttentionRules
-from fastformer.modes import readable
+from fastformer.modes import compiling, readable
 
 SHORTEST = 128  # of queries and of keys; for shorter ones one call with a mask is faster
 # A query must have so many hidden keys in the mean. Ratio of process CPU time, one call with a mask made beforehand / a
 # call for each row; 8 and 32 rows, 4 to 12 heads of 64, forward and with backward: 0.7 to 1.0 with 32 hidden keys, 0.9
 # to 1.1 with 64, 1.2 to 1.4 with 128, 1.5 to 1.8 with 256. If the call makes its mask, 1.05 to 1.9 with 48.
 _LEAST_HIDDEN = 48
+# With a window or a bias, for which each call makes a mask: 0.8 to 1.2 with 48 hidden keys, 0.94 to 2.5 with 96 and more.
+_LEAST_HIDDEN_OF_MASKED = 96
 
 
 class Span(NamedTuple):
@@ -45,11 +47,12 @@ def visible_spans(q: Tensor, k: Tensor, rules: AttentionRules) -> list[Span] | N
     None if there is no padding, if it has gaps or is not readable, or if one call with a mask is faster.
     """
     padding = [x for x in (rules.query_lengths, rules.key_lengths, rules.key_mask) if x is not None]
-    if not padding or not q.is_cpu or not all(readable(x) for x in padding):
+    if not padding or not q.is_cpu or compiling() or min(q.shape[2], k.shape[2]) < SHORTEST:
+        return None
+    if not all(readable(x) for x in padding):
         return None
     (B, _, T, _), S = q.shape, k.shape[2]
-    if min(T, S) < SHORTEST:
-        return None
+    masked = rules.window is not None or rules.distance_bias is not None
     firsts, first_keys = [0] * B, [0] * B
     ends, end_keys = (
         [length] * B if lengths is None else lengths.tolist()
@@ -70,13 +73,16 @@ def visible_spans(q: Tensor, k: Tensor, rules: AttentionRules) -> list[Span] | N
             elif any(first_keys):
                 return None
     spans = list(map(Span, firsts, ends, first_keys, end_keys))
-    return spans if faster_in_spans(T, S, spans) else None
+    return spans if faster_in_spans(T, S, spans, _LEAST_HIDDEN_OF_MASKED if masked else _LEAST_HIDDEN) else None
 
 
-def faster_in_spans(T: int, S: int, spans: list[Span]) -> bool:
-    """Return whether `attend_in_spans` is faster than one call with a mask, from SHORTEST queries and keys on."""
+def faster_in_spans(T: int, S: int, spans: list[Span], least_hidden: int = _LEAST_HIDDEN) -> bool:
+    """Return whether `attend_in_spans` is faster than one call with a mask, from SHORTEST queries and keys on.
+
+    Returns False if nothing is visible, where a call without keys would not depend on the mask and the sinks.
+    """
     visible = sum((span.end - span.first) * (span.end_key - span.first_key) for span in spans)
-    return len(set(spans)) == 1 or visible <= (S - _LEAST_HIDDEN) * T * len(spans)
+    return visible > 0 and (len(set(spans)) == 1 or visible <= (S - least_hidden) * T * len(spans))
 
 
 def attend_in_spans(
@@ -94,7 +100,10 @@ def attend_in_spans(
     """
     (B, H, T, _), (S, Kv) = q.shape, v.shape[2:]
     rows = B if len(set(spans)) == 1 else 1  # of one call
-    masks = None if rules.mask is None else torch.split(rules.mask.expand(B, -1, T, S), rows)
+    masks = None
+    if rules.mask is not None:
+        mask = rules.mask[(None,) * (4 - rules.mask.dim())]
+        masks = torch.split(mask.expand(B, mask.shape[1], T, S), rows)
     parts: list[Tensor] = []
     for row, (q_rows, k_rows, v_rows) in enumerate(zip(*(torch.split(x, rows) for x in (q, k, v)), strict=True)):
         first, end, first_key, end_key = spans[row]

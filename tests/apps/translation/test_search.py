@@ -158,6 +158,18 @@ def test_scores_that_are_no_numbers_are_no_translation(search, part):
         search(model, *sources(RAGGED), SearchOptions(max_length=3, beam=2))
 
 
+@pytest.mark.parametrize("ids", [{}, {"pad_id": 0}], ids=str)
+def test_a_diverged_model_draws_no_translation(ids):
+    """Also where id 0, which stands for any then, is forbidden."""
+    model = random_model(1, **ids)
+    with torch.no_grad():
+        model.output.weight[:] = torch.nan
+    source, lengths = sources(RAGGED)
+    options, streams = SearchOptions(sample=True, max_length=3), RandomStreams(1).take([[n] for n in RAGGED])
+    with pytest.raises(FloatingPointError, match="diverged"):
+        beam_search(model, source, lengths, options, streams)
+
+
 def test_nothing_left_to_say_ends_the_sentence():
     """Every word used up, the end still forbidden: it ends all the same, and no score is NaN."""
     model = random_model(11, source_vocabulary=7, target_vocabulary=7)

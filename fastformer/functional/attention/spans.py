@@ -20,7 +20,7 @@ SHORTEST = 128  # of queries and of keys; for shorter ones one call with a mask 
 # call for each row; 8 and 32 rows, 4 to 12 heads of 64, forward and with backward: 0.7 to 1.0 with 32 hidden keys, 0.9
 # to 1.1 with 64, 1.2 to 1.4 with 128, 1.5 to 1.8 with 256. If the call makes its mask, 1.05 to 1.9 with 48.
 _LEAST_HIDDEN = 48
-# With a window or a bias, for which each call makes a mask: 0.8 to 1.2 with 48 hidden keys, 0.94 to 2.5 with 96 and more.
+# With a window or a bias, for which each call makes a mask: 0.8 to 1.2 with 48 hidden keys, 0.94 to 2.5 from 96 on.
 _LEAST_HIDDEN_OF_MASKED = 96
 
 
@@ -52,7 +52,7 @@ def visible_spans(q: Tensor, k: Tensor, rules: AttentionRules) -> list[Span] | N
     if not all(readable(x) for x in padding):
         return None
     (B, _, T, _), S = q.shape, k.shape[2]
-    masked = rules.window is not None or rules.distance_bias is not None
+    makes_masks = rules.window is not None or rules.distance_bias is not None
     firsts, first_keys = [0] * B, [0] * B
     ends, end_keys = (
         [length] * B if lengths is None else lengths.tolist()
@@ -64,7 +64,7 @@ def visible_spans(q: Tensor, k: Tensor, rules: AttentionRules) -> list[Span] | N
             return None
         first_keys, end_keys = keys
         # Positions count from the first query and key, or from the last ones, and so they must in each span.
-        if rules.causal or rules.window is not None or rules.distance_bias is not None:
+        if rules.causal or makes_masks:
             if rules.alignment == "bottom_right":
                 if rules.query_lengths is not None or min(end_keys) < S:
                     return None
@@ -73,7 +73,7 @@ def visible_spans(q: Tensor, k: Tensor, rules: AttentionRules) -> list[Span] | N
             elif any(first_keys):
                 return None
     spans = list(map(Span, firsts, ends, first_keys, end_keys))
-    return spans if faster_in_spans(T, S, spans, _LEAST_HIDDEN_OF_MASKED if masked else _LEAST_HIDDEN) else None
+    return spans if faster_in_spans(T, S, spans, _LEAST_HIDDEN_OF_MASKED if makes_masks else _LEAST_HIDDEN) else None
 
 
 def faster_in_spans(T: int, S: int, spans: list[Span], least_hidden: int = _LEAST_HIDDEN) -> bool:

@@ -74,11 +74,11 @@ class SearchOptions(Settings):
     def limits(self, source_lengths: Tensor, config: TranslationConfig) -> Tensor:
         """Compute the most tokens of each sentence, eos included, that the model can hold: int64 `[B]`.
 
-        They are above `min_length`, which `max_ratio` and `max_extra` do not limit.
+        They are at least `min_length`, which `max_ratio` and `max_extra` do not limit.
         """
         limits = (source_lengths * self.max_ratio).clamp(max=_UNLIMITED).long() + min(self.max_extra, _UNLIMITED)
         most = min(self.max_length or _UNLIMITED, config.longest or _UNLIMITED)
-        return limits.clamp(min=self.min_length + 1, max=most)
+        return limits.clamp(min=max(1, self.min_length), max=most)
 
 
 class DecoderState:

@@ -45,13 +45,13 @@ class ReplayedStep:
 
     Args:
         recorder: None: every call runs the step.
-        model: of the step.
+        module: whose buffers the step reads and the module may replace, such as an embedding's table of positions.
         step: returns tensors, or nothing. It must not depend on numbers that the host counts.
         what: the loop, for the warning.
     """
 
-    def __init__(self, recorder: Recorder | None, model: torch.nn.Module, step: Step, what: str) -> None:
-        self._recorder, self._model, self._step, self._what = recorder, model, step, what
+    def __init__(self, recorder: Recorder | None, module: torch.nn.Module, step: Step, what: str) -> None:
+        self._recorder, self._module, self._step, self._what = recorder, module, step, what
         self.reset()
 
     def reset(self) -> None:
@@ -72,8 +72,7 @@ class ReplayedStep:
             if self._recorded is None:
                 self._recorder = None
                 return self._step()
-            # The graph reads these even if the model replaces them, such as a growing table of positions.
-            self._buffers = list(self._model.buffers())
+            self._buffers = list(self._module.buffers())  # the graph reads these even if they are replaced
         self._recorded.replay()
         return self._recorded.output
 

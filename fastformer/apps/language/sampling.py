@@ -104,7 +104,7 @@ class LanguageState:
         # Without a reference to self, which would keep the cache and the graph until Python collects garbage.
         self._ids = torch.zeros(len(self.windows), dtype=torch.int64, device=self.logits.device)
         step = partial(next_logits, self.model, self.model.embedding, self.cache, self._ids)
-        self._step = ReplayedStep(self._recorder, self.model, step, "generation")
+        self._step = ReplayedStep(self._recorder, self.model.embedding, step, "generation")
 
     def step(self, ids: Tensor) -> Tensor:
         """Feed the next token of each row, int64 `[B]`; return the logits of the one after, `[B, V]`.

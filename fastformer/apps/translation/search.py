@@ -178,7 +178,7 @@ def beam_search(
             state.cache.gather(beams.parents)  # type: ignore[attr-defined]
         return None
 
-    step = ReplayedStep(recorder, model, run, "decoding")
+    step = ReplayedStep(recorder, model.target_embedding, run, "decoding")
     results: list[list[Hypothesis]] = [[] for _ in range(limits.numel())]
     batch = list(range(limits.numel()))  # the sentences whose rows are in the state
     idle_rows = 0  # of sentences that are done, at each step

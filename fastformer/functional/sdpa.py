@@ -85,17 +85,13 @@ class CallsSdpa(TorchFunctionMode):
 def _visible(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, grouped: bool) -> _Visible | None:
     """Return what the mask of a call shows if the call can skip the rest, and is faster so, else None."""
     inputs = query, key, value, mask
-    if (
-        needs_dispatcher()
-        or function_modes()
-        or not all(type(x) is Tensor or type(x) is torch.nn.Parameter for x in inputs)
-    ):
+    if needs_dispatcher() or function_modes() or any(type(x) not in (Tensor, torch.nn.Parameter) for x in inputs):
         return None
     if not all(x.dim() == 4 for x in inputs[:3]) or mask.requires_grad or not has_values(mask):
         return None
     (B, H, T, _), S = query.shape, key.shape[2]
-    heads = key.shape[1] == value.shape[1] and (grouped or key.shape[1] == H)
-    if not (heads and key.shape[0] == value.shape[0] == B and B * T * S):
+    heads_fit = key.shape[1] == value.shape[1] and (grouped or key.shape[1] == H)
+    if not (heads_fit and key.shape[0] == value.shape[0] == B and B * T * S):
         return None
     kernels = _uses_kernels(query)
     if not kernels and (not query.is_cpu or min(T, S) < SHORTEST):

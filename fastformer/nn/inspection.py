@@ -84,9 +84,7 @@ class Inspection(NamedTuple):
 
     obstacle: str | None  # why the stack must run on padded batches
     must_be_called: str | None  # why a layer or attention must be called, with masks in torch's form
-    layerwise_obstacle: (
-        str | None
-    )  # why running the layers one by one differs from calling them; hooks of all modules aside
+    layerwise_obstacle: str | None  # why running the layers one by one differs from calling them, global hooks aside
     mixing: str | None  # why a module may look at several tokens
     position_dependent: set[str]  # names of attention whose output depends on the distances between tokens
     batch_first: bool | None  # of the layers' attention; None if layers differ or do not state it

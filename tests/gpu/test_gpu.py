@@ -66,7 +66,7 @@ def loss_curve(backend: str, dtype: torch.dtype, autocast: bool = False) -> list
     losses = []
     with fastformer.backend(backend):
         for step in range(STEPS):
-            given = reverse_batch(step, 32, capacity=40).to(torch.device(DEVICE))
+            given = reverse_batch(step, 32, longest=40).to(torch.device(DEVICE))
             optimizer.zero_grad()
             with torch.autocast(DEVICE, torch.bfloat16, enabled=autocast):
                 loss = translation_loss(model, given, label_smoothing=0.1) / given.tokens

@@ -3,7 +3,7 @@
 Letters: D model width, F feed-forward width.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import fields
 from typing import Any, Literal, TypeVar, get_args
 
@@ -30,10 +30,25 @@ _ROTARY, _RELATIVE = {"positions": "rotary"}, {"positions": "relative"}
 _RANGES = {"normal": 0.02, "uniform": 0.1}  # defaults of the distributions with a range
 
 
-def heads_that_fit(width: int, kv_heads: int | None = None) -> int | None:
-    """Return the most heads, at most 8, of at least 32 numbers for a model of this width; fewer numbers if none fit."""
-    fitting = [h for h in (8, 4, 2, 1) if width % h == 0 and h % (kv_heads or 1) == 0]
-    return next((h for h in fitting if width // h >= 32), fitting[-1] if fitting else None)
+def fitting_shape(settings: Mapping[str, Any], width: int) -> dict[str, Any]:
+    """Return `d_model` and `heads` for settings that may lack one or both, so that each fits the other.
+
+    At most 8 heads are returned, of at least 32 numbers if possible; none with head_size, or if none fit.
+
+    Args:
+        settings: of a model, not checked yet; heads are returned only if it has none.
+        width: `d_model` unless it is given, or must fit given heads.
+    """
+    heads, kv_heads = settings.get("heads"), settings.get("kv_heads") or 1
+    if "d_model" in settings:
+        width = settings["d_model"]
+    elif isinstance(heads, int) and heads > 0 and "head_size" not in settings:
+        width = heads * max(32, width // heads // 8 * 8)
+    if heads is not None or "head_size" in settings or not (isinstance(width, int) and isinstance(kv_heads, int)):
+        return {"d_model": width}
+    fitting = [h for h in (8, 4, 2, 1) if width % h == 0 and h % kv_heads == 0]
+    wide = [h for h in fitting if width // h >= 32] or fitting[-1:]
+    return {"d_model": width, **({"heads": wide[0]} if wide else {})}
 
 
 class ModelSettings(Settings, kw_only=True):

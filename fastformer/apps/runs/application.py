@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from fastformer.apps.models.settings import heads_that_fit
+from fastformer.apps.models.settings import fitting_shape
 from fastformer.apps.models.sizes import check_memory
 from fastformer.apps.runs.folder import CONFIG, KINDS, RunConfig, load_toml, read_kind, read_run_section, save_toml
 from fastformer.apps.settings import Given, Settings, befores, reject_unused_options
@@ -82,14 +82,8 @@ class Application:
 
         Heads or a width that were not given fit the other, as they are chosen later.
         """
-        width, heads = model.get("d_model"), model.get("heads")
-        if "head_size" in model:
-            pass
-        elif heads is None and isinstance(width, int) and width > 0:
-            fitting = heads_that_fit(width, model.get("kv_heads"))
-            model = model if fitting is None else {**model, "heads": fitting}
-        elif width is None and isinstance(heads, int) and heads > 0:
-            model = {**model, "d_model": 64 * heads}
+        if model.keys() & {"d_model", "heads", "kv_heads"}:
+            model = {**fitting_shape(model, self.model.d_model), **model}  # type: ignore[attr-defined]
         ids = data.special_ids if hasattr(data, "special_ids") else SpecialIds()
         tokenizer = SimpleNamespace(size=data.vocabulary or max(ids.names()) + 1, **vars(ids))
         return self.model_config(model, [tokenizer] * len(self.vocabularies), data)

@@ -30,7 +30,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from fastformer.apps.models.settings import heads_that_fit
+from fastformer.apps.models.settings import fitting_shape
 from fastformer.apps.train import BatchSource, TrainConfig
 from fastformer.apps.train.graphs import GraphedUpdate, new_update
 from fastformer.apps.train.processes import Processes
@@ -186,13 +186,8 @@ def choose(
 
 def _shape(task: Task, defaults: Any, model: Mapping[str, Any], row: int) -> dict[str, Any]:
     """Return a model's shape for a row of `SIZES`, at the given width or else the row's."""
-    width = model.get("d_model", SIZES[row].d_model)
-    if "heads" in model and "d_model" not in model and "head_size" not in model:
-        width = model["heads"] * max(32, width // model["heads"] // 8 * 8)
-    shape: dict[str, Any] = {"d_model": width, **{name: counts[row] for name, counts in task.layers.items()}}
-    heads = None if "head_size" in model else heads_that_fit(width, model.get("kv_heads"))
-    shape |= {} if heads is None else {"heads": heads}
-    gated = is_gated(model.get("activation", defaults.activation))
+    shape = fitting_shape(model, SIZES[row].d_model) | {name: counts[row] for name, counts in task.layers.items()}
+    width, gated = shape["d_model"], is_gated(model.get("activation", defaults.activation))
     shape["feed_forward"] = -(-width // 3) * 8 if gated else width * SIZES[row].widening
     return {**shape, **task.model}
 

@@ -111,12 +111,13 @@ class TrainConfig(Settings):
     @property
     def end(self) -> str:
         """The limits that end a run, in words."""
-        limits = {"steps are made": self.steps, "epochs are complete": self.epochs, "minutes are spent": self.minutes}
-        words = [f"{limit:,} {unit}".replace(".0 ", " ") for unit, limit in limits.items() if limit]
-        singular = {"1 steps are": "1 step is", "1 epochs are": "1 epoch is", "1 minutes are": "1 minute is"}
-        return "until " + " or ".join(
-            next((word.replace(a, b) for a, b in singular.items() if word.startswith(a)), word) for word in words
+        limits = (
+            (self.steps, "step is made", "steps are made"),
+            (self.epochs, "epoch is complete", "epochs are complete"),
+            (self.minutes, "minute is spent", "minutes are spent"),
         )
+        words = (f"{limit:,} {one if limit == 1 else many}" for limit, one, many in limits if limit)
+        return f"until {' or '.join(words)}".replace(".0 ", " ")
 
 
 def check_machine(config: TrainConfig, device: torch.device | str, world: int) -> None:

@@ -23,7 +23,8 @@ class Progress:
         self._stream = sys.stderr if stream is None else stream
         self._enabled, self._clock = enabled and self._stream is not None, clock
         self._bar: Any = None
-        self._next = self._next_epoch = -math.inf  # when the next update is due: the first one after the first step
+        self._next = -math.inf  # when the next update is due: the first one after the first step
+        self._next_epoch = -math.inf  # when the next epoch's line is due
 
     def __enter__(self) -> "Progress":
         if self._enabled and self._stream.isatty():
@@ -66,11 +67,13 @@ class Progress:
 
         Epochs that end within ten seconds of the last one that was printed are not printed.
         """
-        if record is None or (record["kind"] == "epoch" and self._clock() < self._next_epoch):
+        if record is None:
             return
-        if record["kind"] == "epoch":
-            self._next_epoch = self._clock() + _PLAIN_SECONDS
-        kind = "mean of training" if record["kind"] == "epoch" else record["kind"]
+        kind = record["kind"]
+        if kind == "epoch":
+            if self._clock() < self._next_epoch:
+                return
+            kind, self._next_epoch = "mean of training", self._clock() + _PLAIN_SECONDS
         self.line(f"{kind}: {describe(record)}" + ("  best so far, saved" if best else ""))
 
     def line(self, text: str) -> None:

@@ -148,8 +148,9 @@ def evaluate_run(
     )
     if output is not None:
         put_lines(translations, output)
+    is_beam = options.beam > 1 and not options.sample
     beam = f"beam {options.beam}, length penalty {options.length_penalty}"
-    console.print(f"{corpus}; {beam if options.search == 'a beam above 1' else options.search}")
+    console.print(f"{corpus}; {beam if is_beam else options.search}")
     console.print(str(scores))
 
 

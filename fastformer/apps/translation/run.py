@@ -77,12 +77,15 @@ class DataConfig(VocabularyConfig):
     )
     valid_size: int | None = setting(
         None,
-        f"pairs split off for validation; unset: {_SPLIT_OFF}",
+        f"pairs split off (or generated) for validation; unset: {_SPLIT_OFF}",
         at_least=1,
         only=_HELD_OUT | {"valid_source": None},
     )
     test_size: int | None = setting(
-        None, f"pairs split off for testing; unset: {_SPLIT_OFF}", at_least=1, only=_HELD_OUT | {"test_source": None}
+        None,
+        f"pairs split off (or generated) for testing; unset: {_SPLIT_OFF}",
+        at_least=1,
+        only=_HELD_OUT | {"test_source": None},
     )
     train_size: int | None = setting(
         None, f"pairs to train on, the first ones; unset: all, or {_NUMBER_PAIRS:,} of numbers", at_least=1
@@ -158,6 +161,13 @@ class DataConfig(VocabularyConfig):
         return SpecialIds(self.unk_id, self.pad_id, self.bos_id, self.eos_id)
 
 
+def _sizes_split_off(data: DataConfig, pairs: int) -> tuple[int, int]:
+    """Return how many pairs are split off for validation and for testing, of a corpus or of `pairs` to train on."""
+    unset = min(_MOST_SPLIT_OFF, max(1, pairs // 10))
+    valid_size = 0 if data.valid_source is not None else data.valid_size or unset
+    return valid_size, 0 if data.test_source is not None else data.test_size or unset
+
+
 def read_corpora(data: DataConfig) -> dict[Split, ParallelCorpus]:
     """Read or generate training, validation and test pairs; train on the first `train_size` that are not split off."""
     if data.train_source is not None and data.train_target is not None:
@@ -165,21 +175,16 @@ def read_corpora(data: DataConfig) -> dict[Split, ParallelCorpus]:
         for name in ("valid", "test"):
             if getattr(data, f"{name}_source") is not None:
                 held_out[name] = read_parallel(getattr(data, f"{name}_source"), getattr(data, f"{name}_target"), name)
-
-        def sizes(pairs: int) -> tuple[int, int]:
-            unset = min(_MOST_SPLIT_OFF, max(1, pairs // 10))
-            valid_size = 0 if "valid" in held_out else data.valid_size or unset
-            return valid_size, 0 if "test" in held_out else data.test_size or unset
-
-        limit = None if data.train_size is None else data.train_size + sum(sizes(data.train_size))
+        limit = None if data.train_size is None else data.train_size + sum(_sizes_split_off(data, data.train_size))
         train = read_parallel(data.train_source, data.train_target, "train", limit)
-        train, valid, test = split(train, *sizes(min(data.train_size or len(train), len(train))), 1)
+        sizes = _sizes_split_off(data, min(data.train_size or len(train), len(train)))
+        train, valid, test = split(train, *sizes, 1)
         return {"train": train, "valid": held_out.get("valid", valid), "test": held_out.get("test", test)}
     if data.dataset == "numbers":
         if data.source != "en":
             raise ValueError(f"source must be 'en' for dataset 'numbers', not {data.source!r}")
-        valid_size, test_size = (size or _MOST_SPLIT_OFF for size in (data.valid_size, data.test_size))
-        corpora = number_corpus(data.target, data.train_size or _NUMBER_PAIRS, valid_size, test_size)
+        pairs = data.train_size or _NUMBER_PAIRS
+        corpora = number_corpus(data.target, pairs, *_sizes_split_off(data, pairs))
     else:
         assert data.dataset is not None
         corpora = open_dataset(data.dataset, data.source, data.target, data.train_size)

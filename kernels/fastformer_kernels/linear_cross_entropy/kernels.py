@@ -221,7 +221,7 @@ def forward(
         grad: fp32 `[M]`, at most 1 in size where x is fp16; ones if None.
 
     Returns:
-        The losses, fp32 `[M]`; the gradients of x (of x's dtype), weight and bias (fp32), of size 0 unless needs_grad.
+        The losses, fp32 `[M]`; the gradients of x (of x's dtype), weight and bias (fp32), of size 0 if not needed.
     """
     M, V = x.shape[0], weight.shape[0]
     empty = x.new_empty if M else x.new_zeros
@@ -288,7 +288,7 @@ def backward(
             no fp16 number overflows however large it is.
 
     Returns:
-        The gradients of x, weight and bias in their dtypes, of size 0 unless needs_grad.
+        The gradients of x, weight and bias in their dtypes, of size 0 if not needed.
     """
     largest = grad.abs().amax().clamp_min(torch.finfo(grad.dtype).tiny) if len(grad) else grad.new_ones(())
     _, dx, dweight, dbias = forward(

@@ -126,7 +126,7 @@ def test_tokens_are_text_and_never_formulas_and_long_ones_are_cut():
 
 
 def test_letters_that_no_font_has_give_one_line(tmp_path, caplog):
-    figure = plot_attention(torch.rand(1, 2), ["\ue123", "\ue124"], ["→"])  # for private use
+    figure = plot_attention(torch.rand(1, 2), ["\U0010e123", "\U0010e124"], ["→"])  # for private use
     figure_module.save(figure, tmp_path / "maps.png")
     assert [record.getMessage() for record in caplog.records] == [
         f"{tmp_path / 'maps.png'}: no installed font has all letters, so boxes stand for some; Noto Sans CJK has more"

@@ -22,6 +22,8 @@ HOOKS = "nn/test_layers.py::test_hooks_and_replaced_methods_are_called"
 COMPILED = "nn/test_compile.py::test_one_compilation_for_all_shapes_or_two_where_the_first_is_of_one_shape"
 ORDER = "nn/test_cache.py::test_steps_equal_the_whole_row_after_any_change_of_rows"
 CHANGED = "nn/test_fast_path.py::test_a_layer_that_is_modified_between_two_steps"
+PACKED = "nn/test_fast_path.py::test_packed_tokens_take_the_fast_path_with_the_same_bits"
+LEFT = "nn/test_fast_path.py::test_gradients_masks_modes_and_other_dtypes_leave_the_fast_path"
 ATTENTION = "nn/test_multihead_attention.py::"
 CHECKPOINTS = "apps/train/test_train_checkpoints.py::"
 ON_DISK = CHECKPOINTS + "test_every_file_is_on_the_disk_before_a_name_points_to_it"
@@ -269,8 +271,14 @@ ROWS: dict[str, list[tuple[str, str, str]]] = {
          " or type(out_proj) not in OUT_PROJECTIONS:", CHANGED),
         (" or attention.softcap is not None", "",
          "nn/test_options.py::test_steps_equal_the_whole"),
-        ("if layer.norm_first else _norm(norm, x + step(x))", "",
+        ("x, _ = parts.add_norm(norm, run(x), x)", "x, residual = parts.add_norm(norm, run(x), x)",
          "nn/test_cache.py::test_steps_of_every_kind_of_layer_equal_the_whole_row"),
+        ("torch.is_grad_enabled() or ", "", LEFT),
+        ("not (mask is None and memory_mask is None)", "False", LEFT),
+        ("if autocasts(x) or not all(", "if not all(", LEFT),
+        ("(p.device == x.device and p.dtype == x.dtype)", "True", LEFT),
+        ("attention.check_layouts(layout, key_layout)", "pass", LEFT),
+        ("layout, layout, causal, None)", "layout, layout, False, None)", PACKED),
         ('if len(unmodified_children(layer, layer.part_types)) != len(modules) - ("activation" in modules):',
          "if False:", CHANGED),
     ],

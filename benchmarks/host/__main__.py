@@ -8,6 +8,7 @@ not launched, which would take some microseconds.
 """
 
 import argparse
+import copy
 import sys
 import time
 import timeit
@@ -131,6 +132,24 @@ def _step_pairs() -> list[Pair]:
     ]
 
 
+def _encoder_pairs() -> list[Pair]:
+    """Return calls of converted encoders of 6 layers in inference, on a padded batch, and of torch.nn's."""
+    x, padding = torch.randn(2, 4, D), torch.tensor([[False] * 4, [False] * 3 + [True]])
+
+    def encode(encoder: torch.nn.Module) -> None:
+        with torch.inference_mode():
+            encoder(x, src_key_padding_mask=padding)
+
+    pairs: list[Pair] = []
+    for name, norm_first in (("pre-norm", True), ("post-norm", False)):
+        layer = torch.nn.TransformerEncoderLayer(D, H, 64, batch_first=True, norm_first=norm_first)
+        encoder = torch.nn.TransformerEncoder(layer, 6, enable_nested_tensor=not norm_first).eval()
+        converted = copy.deepcopy(encoder)
+        fastformer.convert(converted)
+        pairs.append((f"encoder, {name}, inference", partial(encode, converted), partial(encode, encoder)))
+    return pairs
+
+
 def _search_pairs() -> list[Pair]:
     """Return greedy searches of 25 tokens for 128 sentences, whose steps replay CUDA graphs, and the same without."""
     config = TranslationConfig(64, 64, d_model=D, heads=H, feed_forward=64)
@@ -181,7 +200,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     fastformer.set_backend("triton")
     torch.manual_seed(0)
     torch.set_num_threads(1)
-    pairs = [pair for call in _calls() for pair in _op_pairs(*call)] + _step_pairs() + _search_pairs()
+    pairs = [pair for call in _calls() for pair in _op_pairs(*call)] + _step_pairs()
+    pairs += _encoder_pairs() + _search_pairs()
     print(f"{'us a call':<36} {'ours':>8} {'torch':>8} {'ratio':>6}")
     for name, *calls in pairs:
         if options.only in name:

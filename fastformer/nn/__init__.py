@@ -2,10 +2,10 @@
 
 from fastformer.nn.cache import KVCache, StaticKVCache
 from fastformer.nn.conversion import Conversion, Entry, convert, revert
-from fastformer.nn.fast_path import pack_weights
 from fastformer.nn.layers import TransformerDecoderLayer, TransformerEncoderLayer
 from fastformer.nn.modules import FeedForward, LayerNorm, LinearCrossEntropy, RMSNorm, token_wise
 from fastformer.nn.multihead_attention import MultiheadAttention
+from fastformer.nn.packed_weights import pack_weights
 from fastformer.nn.position_bias import ALiBi, RelativeBias
 from fastformer.nn.rotary import Llama3Scaling, Rotary
 from fastformer.nn.stacks import TransformerDecoder, TransformerEncoder

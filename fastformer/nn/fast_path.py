@@ -1,168 +1,76 @@
-"""Inference on a CPU: weights in the order that matrix products read fastest, and one-token decoding.
+"""Inference through unmodified layers: one token a row on a CPU, and packed tokens in kernels.
 
-`pack_weights` stores fp32 weights by columns, and copies large ones into oneDNN's blocks too: 4 to 128 rows then take a
-third to nine tenths of MKL's time on an AMD CPU. Products of a large weight with one row read its columns where D > K.
+Both compute what the layers' `compose` does, by few ops and without the checks of each module and op. On a CPU these
+take a seventh of the time of a step (6 layers of width 512). With kernels they take more than half of the host's time
+of an encoder's layers.
 
-`one_token` runs an unmodified layer as its `compose` does, by a few of torch's ops without the checks that take a
-seventh of the time (6 layers of width 512).
-
-Letters: M or R rows, D model width or outputs, H heads of queries, Hkv of keys and values, K head size or inputs.
+Letters: T packed tokens, R rows of a cache, N hypotheses a sentence, D model width, H heads of queries, Hkv of keys and
+values, K head size.
 """
 
-from itertools import accumulate, pairwise
-from typing import Any, cast
+from collections.abc import Callable
+from functools import partial
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.utils.weak import WeakTensorKeyDictionary
 
-from fastformer.functional.choice import runs_fused
-from fastformer.functional.feed_forward.op import activate
+from fastformer.backend import get_backend
+from fastformer.functional.attention.fused import LARGEST_HEAD, packed_attention_kernel
+from fastformer.functional.choice import on_plain_cores, runs_fused
+from fastformer.functional.feed_forward.op import activate, activate_kernel
+from fastformer.functional.norms.fused import add_norm_kernel
 from fastformer.host.devices import autocasts
-from fastformer.modes import needs_dispatcher, without_subclasses
-from fastformer.nn.inspection import has_own_hooks, unmodified_children
+from fastformer.modes import needs_dispatcher
+from fastformer.nn.inspection import has_own_hooks, is_unmodified, unmodified_children
 from fastformer.nn.kv_write import KVWrite, LayerCache
-from fastformer.nn.modules import DROP_INS, activation_name
+from fastformer.nn.modules import DROP_INS, NORMS, activation_name
+from fastformer.nn.packed_weights import PackedWeight
 from fastformer.nn.projections import OUT_PROJECTIONS
 from fastformer.nn.rotary import Positions
+from fastformer.packing import Layout
 
-# The op that torch.compile uses for linear layers with frozen weights.
-_BLOCKS = hasattr(torch.ops.mkldnn, "_linear_pointwise")
-# Rows that weights are packed for and inputs padded to, because oneDNN is slower with fewer: weights of 512 x 2048 with
-# 1 row took 322 us, padded 243 (by MKL 402).
-_MIN_ROWS = 4
-# Elements of a packed weight: a call of oneDNN takes 20 us more, and the first call with each number of rows 650 us.
-_MIN_PACKED_SIZE = 1 << 18
-_MAX_SLICES = 8  # cached slices of a weight: attention reads those of queries, keys, values, and keys with values
+Attention = Callable[[Tensor], Tensor]  # normalised input -> attention output
 
 
-def pack_weights(model: nn.Module) -> None:
-    """Pack the weights of a model's linear layers and attention projections, in place, for inference on a CPU.
+class Parts(NamedTuple):
+    """How the parts of a layer between its matrix products are computed."""
 
-    Packed are fp32 weights on the CPU, of nn.Linear and fastformer's MultiheadAttention, not of subclasses. A large
-    weight is stored twice. The model can still be saved, moved and trained. An embedding that shares a weight keeps the
-    original parameter.
+    add_norm: Callable[[nn.Module, Tensor, Tensor | None], tuple[Tensor, Tensor]]  # norm(x + residual), and the sum
+    activate: Callable[[Tensor, Any], Tensor]  # of the names in `functional.feed_forward`
+
+
+def _run(stack: Any, x: Tensor, attentions: Callable[[int, Any], tuple[Attention, ...]], parts: Parts) -> Tensor:
+    """Run the layers of a stack, then its norm: `[T, D]` -> `[T, D]`.
+
+    attentions: returns a function for each attention of a layer, from the layer and its index.
     """
-    attentions = [x for x in model.modules() if isinstance(x, nn.MultiheadAttention)]
-    unpacked = [x for x in attentions if type(x) is not DROP_INS[nn.MultiheadAttention]]
-    skipped = {id(module) for attention in unpacked for module in attention.modules()}
-    packed = WeakTensorKeyDictionary()  # a weight that several modules share is packed once
-    for module in model.modules():
-        for name in () if id(module) in skipped else _weights_of(module):
-            weight = module._parameters.get(name)
-            if weight is None or isinstance(weight, PackedWeight):
-                continue
-            if weight.dtype == torch.float32 and weight.is_cpu:
-                if weight not in packed:
-                    with torch.inference_mode(False):
-                        by_columns = weight.detach().t().clone(memory_format=torch.contiguous_format).t()
-                    large = _BLOCKS and weight.numel() >= _MIN_PACKED_SIZE
-                    packed[weight] = (PackedWeight if large else nn.Parameter)(by_columns, weight.requires_grad)
-                module._parameters[name] = packed[weight]
+    residual: Tensor | None = None  # still to be added to x, which the next norm does
+    for index, layer in enumerate(stack.layers):
+        modules = layer._modules
+        for number, attend in enumerate((*attentions(index, layer), None), start=1):
+            norm = modules[f"norm{number}"]
+            run = partial(_feed_forward, layer, parts.activate) if attend is None else attend
+            if layer.norm_first:
+                normalised, residual = parts.add_norm(norm, x, residual)
+                x = run(normalised)
+            else:
+                x, residual = x if residual is None else residual + x, None
+                x, _ = parts.add_norm(norm, run(x), x)
+    if stack.norm is not None:
+        return parts.add_norm(stack.norm, x, residual)[0]
+    return x if residual is None else residual + x
 
 
-def _weights_of(module: nn.Module) -> tuple[str, ...]:
-    if type(module) in OUT_PROJECTIONS:
-        return ("weight",)
-    if type(module) is DROP_INS[nn.MultiheadAttention]:
-        return "in_proj_weight", "q_proj_weight", "k_proj_weight", "v_proj_weight"
-    return ()
-
-
-class PackedWeight(nn.Parameter):
-    """A parameter `[D, K]` stored by columns, with a copy in oneDNN's blocks for products in inference."""
-
-    state: tuple[int, int]
-    copies: dict[object, Tensor]  # of values at `state`: the blocks at None, slices at (first row, last row)
-
-    def linear(self, x: Tensor, bias: Tensor | None) -> Tensor:
-        """Return `F.linear` with this weight."""
-        with without_subclasses():
-            D, K = self.shape
-            M = x.numel() // max(K, 1)
-            supported = type(x) is Tensor and x.dtype is torch.float32 and x.is_cpu and x.dim() > 1 and x.shape[-1] == K
-            # oneDNN reads D consecutive numbers of the bias.
-            supported = supported and (bias is None or (bias.shape == (D,) and bias.stride() == (1,)))
-            if not supported or M == 0 or (M == 1 and D > K) or autocasts(x) or not self._may_read_copies(x, bias):
-                return F.linear(x, self, bias)
-            blocks = self._blocks()
-            if M >= _MIN_ROWS:
-                return cast(Tensor, torch.ops.mkldnn._linear_pointwise(x, blocks, bias, "none", [], ""))
-            rows = x.reshape(M, K)
-            padded = rows.expand(_MIN_ROWS, K) if M == 1 else F.pad(rows, (0, 0, 0, _MIN_ROWS - M))
-            out = torch.ops.mkldnn._linear_pointwise(padded, blocks, bias, "none", [], "")
-            return cast(Tensor, out[:M].view(*x.shape[:-1], D))
-
-    def _may_read_copies(self, *tensors: Tensor | None) -> bool:
-        """Return whether no gradient is needed, and no mode observes single operations."""
-        learns = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in (self, *tensors))
-        return not learns and not needs_dispatcher() and bool(torch.backends.mkldnn.enabled)
-
-    def _current_copies(self) -> dict[object, Tensor]:
-        """Return the copies of the parameter's present values; discard copies of earlier ones."""
-        state = self.data_ptr(), self._version
-        if self.__dict__.get("state") != state:
-            self.state, self.copies = state, {}
-        return self.copies
-
-    def _blocks(self) -> Tensor:
-        """Return the copy in oneDNN's blocks."""
-        copies = self._current_copies()
-        if None not in copies:
-            copies[None] = torch.ops.mkldnn._reorder_linear_weight(self.detach(), _MIN_ROWS)
-        return copies[None]
-
-    def _rows(self, first: int, last: int) -> Tensor:
-        """Return rows first to last - 1, packed if they are large; each slice is packed once."""
-        with without_subclasses():
-            copies = self._current_copies()
-            if (first, last) not in copies:
-                if len(copies) > _MAX_SLICES:
-                    copies.clear()
-                with torch.inference_mode(False):
-                    rows = self.detach()[first:last]
-                    copies[first, last] = PackedWeight(rows, False) if rows.numel() >= _MIN_PACKED_SIZE else rows
-            return copies[first, last]
-
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        return nn.Parameter(self.data, self.requires_grad).__reduce_ex__(protocol)  # type: ignore[no-untyped-call]
-
-    @classmethod
-    def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        if function is F.linear and isinstance(args[1] if len(args) > 1 else kwargs.get("weight"), PackedWeight):
-            return _packed_linear(*args, **kwargs)
-        self = args[0] if args else None
-        if isinstance(self, PackedWeight) and len(args) == 2 and self._may_read_copies():
-            if function is Tensor.__getitem__ and isinstance(args[1], slice) and args[1].step in (None, 1):
-                return self._rows(*args[1].indices(len(self))[:2])
-            if function is Tensor.split_with_sizes:
-                return tuple(self._rows(*bounds) for bounds in pairwise(accumulate(args[1], initial=0)))
-        with without_subclasses():
-            return function(*args, **kwargs)
-
-
-def _packed_linear(input: Tensor, weight: PackedWeight, bias: Tensor | None = None) -> Tensor:
-    return weight.linear(input, bias)
-
-
-def has_fast_path(stack: Any, x: Tensor, cache: Any) -> bool:
-    """Return whether a step with new tokens x `[R, t, D]` may use `one_token`.
-
-    It has one token a row and no mode is active; the stack and its layers are unmodified, have no options that
-    `one_token` lacks, and apply no dropout.
-    """
-    if type(x) is not Tensor or not x.is_cpu or x.shape[1] != 1 or not cache.rows:
-        return False
-    if x.dtype not in (torch.float32, torch.float64) or x.dtype != cache.layers[0].keys.dtype:
-        return False  # the ops add up narrower dtypes in wider ones
-    if needs_dispatcher() or autocasts(x) or runs_fused("attention", x) or has_own_hooks(stack):
-        return False
-    return all(_is_supported(layer) for layer in stack.layers)
+def _has_unmodified_layers(stack: Any) -> bool:
+    norm = stack.norm
+    fits = norm is None or (is_unmodified(norm, *NORMS) and len(norm.normalized_shape) == 1)
+    return fits and not has_own_hooks(stack) and all(map(_is_supported, stack.layers))
 
 
 def _is_supported(layer: Any) -> bool:
+    """Return whether `_run` computes the layer: unmodified, without dropout, without options it lacks."""
     modules = layer._modules
     if type(layer) not in DROP_INS.values() or has_own_hooks(layer):
         return False
@@ -181,32 +89,53 @@ def _is_supported(layer: Any) -> bool:
     return not any(child.training for child in modules.values() if type(child) is nn.Dropout)
 
 
-def one_token(layer: Any, x: Tensor, layer_cache: LayerCache, write: KVWrite, cache: Any) -> Tensor:
-    """Run a layer of a stack that `has_fast_path` on one new token of each row: `[R, D]` -> `[R, D]`."""
-    modules = layer._modules
-    steps: list[Any] = [
-        lambda x: _self_attention(modules["self_attn"], x, layer_cache, write),
-        lambda x: _feed_forward(layer, x),
-    ]
-    if "multihead_attn" in modules:
-        steps.insert(1, lambda x: _memory_attention(modules["multihead_attn"], x, layer_cache, cache))
-    for number, step in enumerate(steps, start=1):
-        norm = modules[f"norm{number}"]
-        x = x + step(_norm(norm, x)) if layer.norm_first else _norm(norm, x + step(x))
-    return x
-
-
-def _feed_forward(layer: Any, x: Tensor) -> Tensor:
+def _feed_forward(layer: Any, activate: Callable[[Tensor, Any], Tensor], x: Tensor) -> Tensor:
     modules, activation = layer._modules, layer.activation
     hidden, name = _linear(x, modules["linear1"]), activation_name(activation)
-    if name is None:
-        hidden = activation(hidden)
-    else:
-        hidden = F.relu_(hidden) if name == "relu" else activate(hidden, name)
-    return _linear(hidden, modules["linear2"])
+    return _linear(activation(hidden) if name is None else activate(hidden, name), modules["linear2"])
 
 
-def _self_attention(attention: Any, x: Tensor, layer_cache: LayerCache, write: KVWrite) -> Tensor:
+def _linear(x: Tensor, module: nn.Module) -> Tensor:
+    return _product(x, _parameter(module, "weight"), _parameter(module, "bias"))
+
+
+def _product(x: Tensor, weight: Any, bias: Tensor | None) -> Tensor:
+    return weight.linear(x, bias) if isinstance(weight, PackedWeight) else F.linear(x, weight, bias)
+
+
+def _parameter(module: nn.Module, name: str) -> Any:
+    parameters = module._parameters  # not `__getattr__`, which takes 0.4 us
+    return parameters[name] if name in parameters else getattr(module, name)
+
+
+# One token a row, on a CPU
+
+
+def takes_one_token(stack: Any, x: Tensor, cache: Any) -> bool:
+    """Return whether `run_one_token` may run a step with new tokens x `[R, t, D]` on a CPU: one a row, and no mode."""
+    if type(x) is not Tensor or not x.is_cpu or x.shape[1] != 1 or not cache.rows:
+        return False
+    if x.dtype not in (torch.float32, torch.float64) or x.dtype != cache.layers[0].keys.dtype:
+        return False  # the ops add up narrower dtypes in wider ones
+    if needs_dispatcher() or autocasts(x) or runs_fused("attention", x):
+        return False
+    return _has_unmodified_layers(stack)
+
+
+def run_one_token(stack: Any, x: Tensor, write: KVWrite, cache: Any) -> Tensor:
+    """Run a stack that `takes_one_token` on the new token of each row: `[R, D]` -> `[R, D]`."""
+
+    def attentions(index: int, layer: Any) -> tuple[Attention, ...]:
+        modules, layer_cache = layer._modules, cache.layers[index]
+        own = partial(_self_attention, modules["self_attn"], layer_cache, write)
+        if "multihead_attn" not in modules:
+            return (own,)
+        return own, partial(_memory_attention, modules["multihead_attn"], layer_cache, cache)
+
+    return _run(stack, x, attentions, Parts(_add_norm, _activate))
+
+
+def _self_attention(attention: Any, layer_cache: LayerCache, write: KVWrite, x: Tensor) -> Tensor:
     """Write keys and values of x `[R, D]` into the cache; attend to all tokens of each row."""
     H, Hkv = attention.num_heads, attention.kv_heads
     weight, bias = _parameter(attention, "in_proj_weight"), _parameter(attention, "in_proj_bias")
@@ -220,7 +149,7 @@ def _self_attention(attention: Any, x: Tensor, layer_cache: LayerCache, write: K
     return _attend(attention, q, keys, values, write.mask(q))
 
 
-def _memory_attention(attention: Any, x: Tensor, layer_cache: LayerCache, cache: Any) -> Tensor:
+def _memory_attention(attention: Any, layer_cache: LayerCache, cache: Any, x: Tensor) -> Tensor:
     """Attend from x `[R, D]` to the memory of each row's sentence."""
     keys, values = layer_cache.memory  # type: ignore[misc]
     H, K = attention.num_heads, keys.shape[3]
@@ -235,21 +164,99 @@ def _attend(attention: Any, q: Tensor, keys: Tensor, values: Tensor, mask: Tenso
     return _linear(out.transpose(1, 2).reshape(-1, q.shape[2] * q.shape[3]), attention._modules["out_proj"])
 
 
-def _linear(x: Tensor, module: nn.Module) -> Tensor:
-    return _product(x, _parameter(module, "weight"), _parameter(module, "bias"))
+def _add_norm(norm: Any, x: Tensor, residual: Tensor | None) -> tuple[Tensor, Tensor]:
+    x, (weight, bias) = x if residual is None else residual + x, _parameters_of(norm)
+    if isinstance(norm, nn.RMSNorm):
+        return F.rms_norm(x, norm.normalized_shape, weight, norm.eps), x
+    return F.layer_norm(x, norm.normalized_shape, weight, bias, norm.eps), x
 
 
-def _product(x: Tensor, weight: Any, bias: Tensor | None) -> Tensor:
-    return weight.linear(x, bias) if isinstance(weight, PackedWeight) else F.linear(x, weight, bias)
+def _activate(hidden: Tensor, name: Any) -> Tensor:
+    return F.relu_(hidden) if name == "relu" else activate(hidden, name)
 
 
-def _norm(module: Any, x: Tensor) -> Tensor:
-    weight = _parameter(module, "weight")
-    if isinstance(module, nn.RMSNorm):
-        return F.rms_norm(x, module.normalized_shape, weight, module.eps)
-    return F.layer_norm(x, module.normalized_shape, weight, _parameter(module, "bias"), module.eps)
+# Packed tokens, in kernels
 
 
-def _parameter(module: nn.Module, name: str) -> Any:
-    parameters = module._parameters  # not `__getattr__`, which takes 0.4 us
-    return parameters[name] if name in parameters else getattr(module, name)
+def takes_packed(
+    stack: Any,
+    x: Tensor,
+    layout: Layout,
+    causal: bool,
+    mask: Tensor | None,
+    memory: Tensor | None = None,
+    memory_layout: Layout | None = None,
+    memory_mask: Tensor | None = None,
+) -> bool:
+    """Return whether `run_packed` may run packed tokens x `[T, D]`: without masks, modes and gradients.
+
+    False as well where "auto" may pass attention to SDPA. Arguments are those of the layers' `packed_attentions`.
+    """
+    if torch.is_grad_enabled() or needs_dispatcher() or not (mask is None and memory_mask is None):
+        return False
+    sides = [(x, layout)] if memory_layout is None else [(x, layout), (memory, memory_layout)]
+    for tokens, of_side in sides:
+        if type(tokens) is not Tensor or tokens.shape != (of_side.total, x.shape[-1]) or not tokens.numel():
+            return False
+        if tokens.dtype != x.dtype or not tokens.device == of_side.offsets.device == x.device:
+            return False
+    ops = "layer_norm", "feed_forward", "packed_attention"
+    if autocasts(x) or not all(runs_fused(op, x) for op in ops) or not _has_unmodified_layers(stack):
+        return False
+    modules = [layer._modules for layer in stack.layers]
+    attentions = [each[name] for each in modules for name in ("self_attn", "multihead_attn") if name in each]
+    head_size = max(attention.head_dim for attention in attentions)
+    if head_size > LARGEST_HEAD:
+        return False
+    if get_backend() == "auto" and (all(each.full for _, each in sides) or on_plain_cores(x, head_size)):
+        return False
+    norms = [each[name] for each in modules for name in ("norm1", "norm2", "norm3") if name in each]
+    return all(_fits(norm, x) for norm in (*norms, *([] if stack.norm is None else [stack.norm])))
+
+
+def _fits(norm: Any, x: Tensor) -> bool:
+    """Return whether the kernels, which read a norm's parameters by their addresses, may do so for x."""
+    if norm.normalized_shape != x.shape[1:]:
+        return False
+    return all(p is None or (p.device == x.device and p.dtype == x.dtype) for p in _parameters_of(norm))
+
+
+def _parameters_of(norm: Any) -> tuple[Tensor | None, Tensor | None]:
+    return _parameter(norm, "weight"), None if isinstance(norm, nn.RMSNorm) else _parameter(norm, "bias")
+
+
+def run_packed(
+    stack: Any,
+    x: Tensor,
+    layout: Layout,
+    causal: bool,
+    mask: None,
+    memory: Tensor | None = None,
+    memory_layout: Layout | None = None,
+    memory_mask: None = None,
+) -> Tensor:
+    """Run a stack that `takes_packed` on packed tokens in kernels: `[T, D]` -> `[T, D]`; arguments are the same."""
+
+    def attentions(_: int, layer: Any) -> tuple[Attention, ...]:
+        modules = layer._modules
+        own = partial(_attend_packed, modules["self_attn"], layout, layout, causal, None)
+        if memory_layout is None:
+            return (own,)
+        return own, partial(_attend_packed, modules["multihead_attn"], layout, memory_layout, False, memory)
+
+    return _run(stack, x, attentions, Parts(_add_norm_kernel, activate_kernel))
+
+
+def _attend_packed(
+    attention: Any, layout: Layout, key_layout: Layout, causal: bool, memory: Tensor | None, x: Tensor
+) -> Tensor:
+    attention.check_layouts(layout, key_layout)
+    memory = x if memory is None else memory
+    where, key_where = (Positions(each.positions, each.max_length) for each in (layout, key_layout))
+    q, k, v = attention.project(x, memory, memory, where, key_where)
+    out = packed_attention_kernel(q, k, v, layout, key_layout, causal)
+    return _linear(out.flatten(1), attention._modules["out_proj"])
+
+
+def _add_norm_kernel(norm: Any, x: Tensor, residual: Tensor | None) -> tuple[Tensor, Tensor]:
+    return add_norm_kernel(x, residual, *_parameters_of(norm), norm.eps, not isinstance(norm, nn.RMSNorm))

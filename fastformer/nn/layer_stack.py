@@ -19,7 +19,7 @@ from fastformer.host.devices import check_types
 from fastformer.modes import compiling, needs_dispatcher
 from fastformer.nn.cache import KVCache
 from fastformer.nn.compiled_stack import CompiledStack
-from fastformer.nn.fast_path import has_fast_path, one_token
+from fastformer.nn.fast_path import run_one_token, run_packed, takes_one_token, takes_packed
 from fastformer.nn.inspection import (
     Inspection,
     check_layerwise,
@@ -192,6 +192,8 @@ class Stack(nn.Module):
         compiled = self._compiled()
         if compiled is not None and compiled.takes(*arguments):
             return compiled.run_packed(tokens, *arguments)
+        if takes_packed(self, tokens, *arguments):
+            return run_packed(self, tokens, *arguments)
 
         def call(layer: Any, x: Tensor) -> Tensor:
             if not is_sharded(layer):
@@ -280,17 +282,13 @@ class Stack(nn.Module):
             raise ValueError("the cache is of another stack: make one with new_cache of this stack")
         tokens, layout = cache.tokens_of(x, lengths)
         count = tokens.shape[1]
-        layers: Any = self.layers
-        fast = layout is None and has_fast_path(self, tokens, cache)
+        fast = layout is None and takes_one_token(self, tokens, cache)
         if not fast:
             check_layerwise(self, "decoding with a cache")
         write = cache.write(count, layout)
         out: Tensor
         if fast:
-            rows = tokens[:, 0]
-            for layer, layer_cache in zip(layers, cache.layers, strict=True):
-                rows = one_token(layer, rows, layer_cache, write, cache)
-            out = rows[:, None] if self.norm is None else self.norm(rows[:, None])  # type: ignore[operator]
+            out = run_one_token(self, tokens[:, 0], write, cache)[:, None]
         else:
             out = self._run(tokens, lambda index, layer: cache.attentions(index, layer, write))
         cache.advance(count, layout)

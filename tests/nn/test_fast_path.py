@@ -1,37 +1,36 @@
-"""Inference on a CPU: one token a row through unmodified layers takes the fast path, and weights can be packed.
+"""Inference takes the fast path through unmodified layers: one token a row on a CPU, and packed tokens in kernels.
 
-Every other call takes `compose`; both compute the same. Products with packed weights are those of the formula.
+Every other call takes `compose`; both compute the same.
 """
 
-import copy
-import io
-import math
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_hook
 from torch.nn.utils import parametrizations
+from torch.utils.flop_counter import FlopCounterMode
 
 import fastformer
-from fastformer.functional import linear_cross_entropy
-from fastformer.nn import fast_path, layer_stack, pack_weights
+from fastformer.nn import fast_path, layer_stack
 from fastformer.nn.cache import KVCache
-from fastformer.nn.fast_path import PackedWeight
-from tests.nn.cache_cases import D, Uncached, assert_reads, drawn, stacks
+from fastformer.nn.rotary import Rotary
+from fastformer.packing import Layout
+from tests.nn.cache_cases import HEADS, LAYERS, D, Uncached, assert_reads, drawn, stacks
+from tests.nn.layer_cases import build, randomise
+from tests.support.fused_op import DEVICE, needs_kernels
 
 both_kinds = pytest.mark.parametrize("kind", ["encoder", "decoder"])
 
 
 @pytest.fixture
 def fast_steps(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """Return a list that grows with every layer that takes the fast path."""
+    """Return a list that grows with every call that takes the fast path."""
     steps: list[int] = []
-    run = layer_stack.one_token
-    monkeypatch.setattr(layer_stack, "one_token", lambda *arguments: steps.append(1) or run(*arguments))
+    run = fast_path._run
+    monkeypatch.setattr(fast_path, "_run", lambda *arguments: steps.append(1) or run(*arguments))
     return steps
 
 
@@ -56,7 +55,7 @@ def outputs(stack: Any, cache: KVCache) -> Tensor:
 
 def outputs_of_compose(stack: Any, cache: KVCache) -> Tensor:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(layer_stack, "has_fast_path", lambda *_: False)
+        patch.setattr(layer_stack, "takes_one_token", lambda *_: False)
         return outputs(stack, cache)
 
 
@@ -139,7 +138,7 @@ def test_changed_weights_count_in_the_next_step(name: str, fast_steps: list[int]
         cache.crop(0)  # the tokens before were read with other weights
         uncached.rows = [uncached.rows[0][:0]]
         assert_reads(stack, cache, uncached, drawn(1), "equal")
-    assert len(fast_steps) == 6
+    assert len(fast_steps) == 3
 
 
 def test_nan_in_cropped_tokens_reaches_no_output(fast_steps: list[int]) -> None:
@@ -150,124 +149,107 @@ def test_nan_in_cropped_tokens_reaches_no_output(fast_steps: list[int]) -> None:
     stack.step(torch.full((2, 3, D), torch.nan, dtype=torch.float64), cache)
     cache.crop(torch.tensor([4, 2]))
     assert_reads(stack, cache, uncached, drawn(1, 1, seed=1), "equal")
-    assert len(fast_steps) == 2
+    assert len(fast_steps) == 1
 
 
-EPS32 = 2.0**-24
-needs_blocks = pytest.mark.skipif(not fast_path._BLOCKS, reason="this PyTorch has no products with blocks")
+# Packed tokens, in kernels
 
 
-@pytest.fixture
-def packs_small_weights(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(fast_path, "_MIN_PACKED_SIZE", 1)
+KINDS_OF_LAYERS: dict[str, dict[str, Any]] = LAYERS | {
+    "RMS norm, gated": {"norm": "rms", "activation": "swiglu", "norm_first": True},
+    "rotary, fewer heads of keys": {"rotary": Rotary(), "kv_heads": 1},
+}
 
 
-def packed(values: Tensor) -> PackedWeight:
-    linear = nn.Linear(values.shape[1], values.shape[0], bias=False)
-    linear.weight = nn.Parameter(values.clone())
-    pack_weights(linear)
-    assert isinstance(linear.weight, PackedWeight)
-    return linear.weight
+def run_packed(stack: Any, causal: bool = False) -> Tensor:
+    """Run sequences of three lengths, of a decoder with memories of other lengths, in kernels."""
+    layouts = Layout.from_lengths([3, 1, 4], DEVICE), Layout.from_lengths([2, 5, 1], DEVICE)
+    x, memory = (torch.cat(drawn(8, seed=seed)).to(DEVICE, torch.float32) for seed in (1, 2))
+    more = (memory, layouts[1]) if isinstance(stack, fastformer.TransformerDecoder) else ()
+    with fastformer.backend("triton"):
+        return stack.packed(x, layouts[0], *more, causal=causal)  # type: ignore[no-any-return]
 
 
-def assert_product(actual: Tensor, x: Tensor, values: Tensor, bias: Tensor | None = None) -> None:
-    """Compare a product with the formula in fp64; sums of K products are rounded K + 2 times at most."""
-    x, values, added = x.double(), values.double(), torch.zeros(()) if bias is None else bias.double()
-    expected, magnitude = x @ values.t() + added, x.abs() @ values.abs().t() + added.abs()
-    assert actual.shape == expected.shape
-    assert bool(((actual - expected).abs() <= (x.shape[-1] + 2) * EPS32 * magnitude + EPS32).all())
+def run_composed(stack: Any, causal: bool = False) -> Tensor:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(layer_stack, "takes_packed", lambda *_: False)
+        return run_packed(stack, causal)
 
 
-@needs_blocks
+def packed_stack(kind: str, **options: Any) -> Any:
+    stack = build(fastformer, f"Transformer{kind.capitalize()}", torch.float32, d_model=D, nhead=HEADS, **options)
+    randomise(stack)
+    return stack.to(DEVICE).eval()
+
+
+@needs_kernels
 @torch.no_grad()
-@pytest.mark.usefixtures("packs_small_weights")
-@pytest.mark.parametrize(("D", "K"), [(6, 4), (4, 6)])
-def test_packed_weights_take_every_number_of_rows_and_every_bias(D: int, K: int) -> None:
-    """oneDNN reads D consecutive numbers of a bias, whatever its strides are."""
-    values, bias = torch.randn(D, K), torch.randn(D)
-    weight = packed(values)
-    for M in (0, 1, 2, 3, 4, 5, 33, 1, 5):
-        x = torch.randn(M, K)
-        for inputs in (x, x[:, None], x[None], x[:, None].expand(M, 2, K)):
-            assert_product(F.linear(inputs, weight, bias), inputs, values, bias)
-            assert_product(F.linear(inputs, weight[1:3], bias[1:3]), inputs, values[1:3], bias[1:3])
-        for other in (torch.randn(2 * D)[::2], torch.randn(1).expand(D), torch.randn(M, D), torch.randn(1)):
-            assert_product(F.linear(x, weight, other), x, values, other)
-    assert weight.copies[None].layout is torch._mkldnn  # type: ignore[attr-defined]
+@pytest.mark.parametrize("layer", KINDS_OF_LAYERS)
+@both_kinds
+def test_packed_tokens_take_the_fast_path_with_the_same_bits(kind: str, layer: str, fast_steps: list[int]) -> None:
+    stack = packed_stack(kind, **KINDS_OF_LAYERS[layer])
+    for causal in (False, True):
+        out = run_packed(stack, causal)
+        assert len(fast_steps) == 1 + causal
+        torch.testing.assert_close(out, run_composed(stack, causal), atol=0, rtol=0)
+    padding = torch.tensor([[False] * 3, [False, True, True]], device=DEVICE)
+    x = torch.stack(drawn(3, 3)).to(DEVICE, torch.float32)
+    if kind == "encoder" and stack.layers[0].self_attn.batch_first:
+        with fastformer.backend("triton"):
+            stack(x, src_key_padding_mask=padding)
+        assert len(fast_steps) == 3
 
 
-@needs_blocks
+@needs_kernels
 @torch.no_grad()
-@pytest.mark.usefixtures("packs_small_weights")
-@pytest.mark.parametrize("M", [2, 5])
-def test_nan_and_inf_stay_in_their_row(M: int) -> None:
-    for value in (math.nan, math.inf):
-        values, x = torch.randn(6, 9), torch.randn(M, 9)
-        x[1, 3] = value
-        out = F.linear(x, packed(values))
-        assert not out[1].isfinite().any()
-        assert_product(out[0], x[0], values)
+@pytest.mark.parametrize("change", CHANGES)
+def test_a_changed_layer_computes_packed_tokens_as_its_modules_do(
+    change: str, fast_steps: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("fastformer.nn.inspection.mixing_reason", lambda *_: None)  # these changes mix no tokens
+    stack = packed_stack("encoder")
+    unmodified = run_packed(stack)
+    CHANGES[change](stack.layers[0])
+    modified = run_packed(stack)
+    assert len(fast_steps) == (2 if change in ("the order of norms", "the activation") else 1)
+    assert change == "a parametrised weight" or not torch.allclose(modified, unmodified)
+    if not change.startswith("dropout"):
+        torch.testing.assert_close(modified, run_composed(stack), atol=0, rtol=0)
 
 
-@needs_blocks
-@pytest.mark.usefixtures("packs_small_weights")
-def test_other_operations_use_a_packed_weight_as_an_ordinary_parameter() -> None:
-    values, x = torch.randn(6, 4), torch.randn(5, 4)
-    weight, plain = packed(values), nn.Parameter(values.clone())
-    for parameter in (weight, plain):
-        parts = F.linear(x, parameter).square(), parameter[1:3], parameter.split_with_sizes([2, 4])[1]
-        torch.cat([part.flatten() for part in parts]).sum().backward()
-    assert weight.grad is not None
-    torch.testing.assert_close(weight.grad, plain.grad)
+@needs_kernels
+def test_gradients_masks_modes_and_other_dtypes_leave_the_fast_path(fast_steps: list[int]) -> None:
+    stack = packed_stack("encoder")
+    run_packed(stack).sum().backward()
+    assert all(parameter.grad is not None for parameter in stack.parameters())
     with torch.no_grad():
-        torch.testing.assert_close(torch.func.vmap(lambda row: F.linear(row, weight))(x), F.linear(x, plain))
-        torch.testing.assert_close(F.linear(x[0], weight), F.linear(x[0], plain))
-        losses = (linear_cross_entropy(x, w, torch.arange(5), label_smoothing=0.1) for w in (weight, plain))
-        torch.testing.assert_close(*losses)
-        with torch.autocast("cpu", torch.bfloat16):
-            assert F.linear(x, weight).dtype == torch.bfloat16
-        with pytest.raises(RuntimeError):
-            F.linear(x.double(), weight)
+        with torch.autocast(DEVICE, torch.float16):
+            run_packed(stack)
+        with fastformer.backend("triton"):
+            layout, x = Layout.from_lengths([3, 1], DEVICE), drawn(4)[0].to(DEVICE, torch.float32)
+            stack.packed(x, layout, mask=torch.zeros(3, 3, device=DEVICE))
+            with FlopCounterMode(display=False):
+                stack.packed(x, layout)
+            with pytest.raises((RuntimeError, AssertionError)):
+                stack.packed(x[:, 1:], layout)
+        stack.layers[0].norm1.half()  # the kernel would read beyond its numbers
+        torch.testing.assert_close(run_packed(stack), run_composed(stack), atol=0, rtol=0)
+    assert not fast_steps
+    gap = Layout.from_mask(torch.tensor([[False, True, False], [False, False, True]], device=DEVICE))
+    with torch.no_grad(), fastformer.backend("triton"), pytest.raises(ValueError, match="no padding between"):
+        packed_stack("encoder", rotary=Rotary()).packed(x, gap)
 
 
-@needs_blocks
 @torch.no_grad()
-@pytest.mark.usefixtures("packs_small_weights")
-def test_a_changed_weight_is_packed_anew() -> None:
-    linear, x = nn.Linear(6, 6, bias=False), torch.randn(5, 6)
-    pack_weights(linear)
-    for change in (
-        lambda new: linear.weight.copy_(new),
-        lambda new: setattr(linear.weight, "data", new),
-        lambda new: linear.load_state_dict({"weight": new}),
-    ):
-        linear(x), F.linear(x, linear.weight[2:])
-        new = torch.randn(6, 6)
-        change(new)
-        assert_product(linear(x), x, new)
-        assert_product(F.linear(x, linear.weight[2:]), x, new[2:])
-
-
-@pytest.mark.usefixtures("packs_small_weights")
-def test_a_packed_model_is_copied_saved_moved_and_trained() -> None:
-    model = nn.Sequential(fastformer.TransformerEncoderLayer(16, 2, 24, 0.0, batch_first=True)).eval()
-    state, x, file = copy.deepcopy(model.state_dict()), torch.randn(2, 3, 16), io.BytesIO()
-    expected = model(x).detach()
-    pack_weights(model)
-    torch.testing.assert_close(model.state_dict(), state, rtol=0, atol=0)
-    torch.save(model, file)
-    file.seek(0)
-    loaded = torch.load(file, weights_only=False)
-    with torch.no_grad():
-        for other in (model, copy.deepcopy(model), loaded, copy.deepcopy(model).double().float()):
-            torch.testing.assert_close(other(x), expected)
-        other = copy.deepcopy(model).double()
-        torch.testing.assert_close(other(x.double()), expected.double(), atol=1e-5, rtol=1e-5)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    model(x).square().sum().backward()
-    optimizer.step()
-    trained = fastformer.TransformerEncoderLayer(16, 2, 24, 0.0, batch_first=True).eval()
-    trained.load_state_dict(model[0].state_dict())
-    with torch.no_grad():
-        torch.testing.assert_close(model(x), trained(x))
-        assert not torch.allclose(model(x), expected)
+@pytest.mark.parametrize(
+    ("lengths", "plain_cores", "takes"), [([3, 1], False, True), ([3, 3], False, False), ([3, 1], True, False)]
+)
+def test_auto_leaves_to_sdpa_what_it_may_take(
+    lengths: list[int], plain_cores: bool, takes: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As on a GPU, where kernels run: sequences of one length, and exact fp32 without tensor cores, go to SDPA."""
+    monkeypatch.setattr(fast_path, "runs_fused", lambda *_: True)
+    monkeypatch.setattr(fast_path, "on_plain_cores", lambda *_: plain_cores)
+    stack, layout = packed_stack("encoder").cpu(), Layout.from_lengths(lengths)
+    with fastformer.backend("auto"):
+        assert fast_path.takes_packed(stack, torch.randn(sum(lengths), D), layout, False, None) == takes

@@ -265,13 +265,26 @@ def packed_attention(
     q: Tensor, k: Tensor, v: Tensor, layout: Layout, key_layout: Layout, rules: AttentionRules, formula: Formula | None
 ) -> Tensor:
     """Run `functional.packed_attention` with the kernels; rules and formula as of `attention`."""
-    T, S, batch = layout.max_length, key_layout.max_length, layout.batch
-    bottom_right = rules.alignment == "bottom_right"
+    bounds = _bounds_of(q, layout, key_layout, rules.alignment == "bottom_right")
+    sizes = layout.max_length, key_layout.max_length, 0
+    return _apply(q, k, v, rules, bounds, None, None, sizes, False, formula)[0]
 
-    def make_bounds() -> Tensor:
-        bounds: Tensor = _bounds(layout.offsets, key_layout.offsets, None, batch, T, S, True, bottom_right, q.detach())
+
+def packed_attention_kernel(
+    q: Tensor, k: Tensor, v: Tensor, layout: Layout, key_layout: Layout, causal: bool
+) -> Tensor:
+    """Run `functional.packed_attention` with the kernels, without options and gradients; nothing is checked."""
+    numbers = layout.max_length, key_layout.max_length, q.shape[-1] ** -0.5, 0, _UNLIMITED, 0 if causal else _UNLIMITED
+    arguments = Arguments(*numbers, 0.0, 0.0, _bounds_of(q, layout, key_layout, False), None, None, None, None, None)
+    return _forward(q, k, v, *arguments)[0]  # type: ignore[no-any-return]
+
+
+def _bounds_of(q: Tensor, layout: Layout, key_layout: Layout, bottom_right: bool) -> Tensor:
+    """Return the bounds of packed sequences, which all layers share."""
+
+    def make() -> Tensor:
+        sizes = layout.batch, layout.max_length, key_layout.max_length
+        bounds: Tensor = _bounds(layout.offsets, key_layout.offsets, None, *sizes, True, bottom_right, q.detach())
         return bounds
 
-    bounds = layout.cached(("bounds", bottom_right), make_bounds, key_layout)
-    out, _ = _apply(q, k, v, rules, bounds, None, None, (T, S, 0), False, formula)
-    return out
+    return layout.cached(("bounds", bottom_right), make, key_layout)

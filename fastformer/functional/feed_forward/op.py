@@ -172,6 +172,11 @@ _relu_backward = define(
 )
 
 
+def activate_kernel(h: Tensor, activation: Activation) -> Tensor:
+    """Apply an activation to h `[M, F]`, or `[M, 2F]` of gated ones, without gradients; nothing is checked."""
+    return _activate(h, None, activation, 0.0)  # type: ignore[no-any-return]
+
+
 class _FeedForward(torch.autograd.Function):
     """x `[M, D]`, … -> (y `[M, Dout]`, the hidden tensor saved for backward or None)."""
 

@@ -96,6 +96,20 @@ def _differentiable_gradients(
     return plain_gradients(of_one_dtype, inputs, needs_grad, (dy,))
 
 
+def add_norm_kernel(
+    x: Tensor, residual: Tensor | None, weight: Tensor | None, bias: Tensor | None, eps: float | None, centred: bool
+) -> tuple[Tensor, Tensor]:
+    """Return the norm of x + residual `[M, N]`, and the sum, without gradients; nothing is checked.
+
+    All tensors are of one dtype and on one device; eps: None is that of fp32.
+    """
+    eps = torch.finfo(torch.float32).eps if eps is None else eps
+    if residual is not None:
+        y, s, _, _ = _dropout_add_norm(x, residual, weight, bias, None, eps, 0.0, centred, x.dtype)
+        return y, s
+    return (_layer_norm(x, weight, bias, eps, x.dtype) if centred else _rms_norm(x, weight, eps, x.dtype))[0], x
+
+
 class Norm(torch.autograd.Function):
     """x `[M, N]`, weight, bias, eps, dtype, centred, formula -> (y `[M, N]`, mean `[2, M]` or None, rstd `[M]`)."""
 

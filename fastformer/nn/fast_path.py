@@ -218,7 +218,8 @@ def _fits(norm: Any, x: Tensor) -> bool:
     """Return whether the kernels, which read a norm's parameters by their addresses, may do so for x."""
     if norm.normalized_shape != x.shape[1:]:
         return False
-    return all(p is None or (p.device == x.device and p.dtype == x.dtype) for p in _parameters_of(norm))
+    parameters = [p for p in _parameters_of(norm) if p is not None]
+    return all(p.device == x.device and p.dtype == x.dtype and p.is_contiguous() for p in parameters)
 
 
 def _parameters_of(norm: Any) -> tuple[Tensor | None, Tensor | None]:

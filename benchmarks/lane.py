@@ -61,7 +61,7 @@ RUNS = {
         195,
         (
             *("tests/gpu/test_*.py", "tests/**/test_devices.py", "tests/**/test_fused_*.py"),
-            *("tests/**/test_attention_options.py", "tests/**/test_tf32.py"),
+            *("tests/**/test_attention_options.py", "tests/**/test_tf32.py", "tests/**/test_fast_path.py"),
         ),
     ),
     "ops": Run(510, _OPS, f"not ({COMPILED})"),

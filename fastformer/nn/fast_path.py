@@ -128,7 +128,7 @@ def run_one_token(stack: Any, x: Tensor, write: KVWrite, cache: Any) -> Tensor:
     def attentions(index: int, layer: Any) -> tuple[Attention, ...]:
         modules, layer_cache = layer._modules, cache.layers[index]
         own = partial(_self_attention, modules["self_attn"], layer_cache, write)
-        if "multihead_attn" not in modules:
+        if layer_cache.memory is None:
             return (own,)
         return own, partial(_memory_attention, modules["multihead_attn"], layer_cache, cache)
 
@@ -166,6 +166,8 @@ def _attend(attention: Any, q: Tensor, keys: Tensor, values: Tensor, mask: Tenso
 
 def _add_norm(norm: Any, x: Tensor, residual: Tensor | None) -> tuple[Tensor, Tensor]:
     x, (weight, bias) = x if residual is None else residual + x, _parameters_of(norm)
+    if any(p is not None and p.dtype != x.dtype for p in (weight, bias)):
+        return norm(x), x  # which widens a narrower dtype
     if isinstance(norm, nn.RMSNorm):
         return F.rms_norm(x, norm.normalized_shape, weight, norm.eps), x
     return F.layer_norm(x, norm.normalized_shape, weight, bias, norm.eps), x
@@ -194,8 +196,10 @@ def takes_packed(
     """
     if torch.is_grad_enabled() or needs_dispatcher() or not (mask is None and memory_mask is None):
         return False
-    sides = [(x, layout)] if memory_layout is None else [(x, layout), (memory, memory_layout)]
-    for tokens, of_side in sides:
+    decodes = memory is not None or memory_layout is not None
+    for tokens, of_side in [(x, layout), (memory, memory_layout)] if decodes else [(x, layout)]:
+        if not isinstance(of_side, Layout) or of_side.batch != layout.batch:
+            return False
         if type(tokens) is not Tensor or tokens.shape != (of_side.total, x.shape[-1]) or not tokens.numel():
             return False
         if tokens.dtype != x.dtype or not tokens.device == of_side.offsets.device == x.device:
@@ -204,11 +208,13 @@ def takes_packed(
     if autocasts(x) or not all(runs_fused(op, x) for op in ops) or not _has_unmodified_layers(stack):
         return False
     modules = [layer._modules for layer in stack.layers]
+    if not modules or any(("multihead_attn" in each) != decodes for each in modules):
+        return False
     attentions = [each[name] for each in modules for name in ("self_attn", "multihead_attn") if name in each]
-    head_size = max(attention.head_dim for attention in attentions)
+    head_size = max(a.in_proj_weight.shape[0] // (a.num_heads + 2 * a.kv_heads) for a in attentions)
     if head_size > LARGEST_HEAD:
         return False
-    if get_backend() == "auto" and (all(each.full for _, each in sides) or on_plain_cores(x, head_size)):
+    if get_backend() == "auto" and (layout.full or on_plain_cores(x, head_size)):
         return False
     norms = [each[name] for each in modules for name in ("norm1", "norm2", "norm3") if name in each]
     return all(_fits(norm, x) for norm in (*norms, *([] if stack.norm is None else [stack.norm])))
@@ -216,9 +222,9 @@ def takes_packed(
 
 def _fits(norm: Any, x: Tensor) -> bool:
     """Return whether the kernels, which read a norm's parameters by their addresses, may do so for x."""
-    if norm.normalized_shape != x.shape[1:]:
-        return False
     parameters = [p for p in _parameters_of(norm) if p is not None]
+    if norm.normalized_shape != x.shape[1:] or any(p.shape != x.shape[1:] for p in parameters):
+        return False
     return all(p.device == x.device and p.dtype == x.dtype and p.is_contiguous() for p in parameters)
 
 
@@ -260,4 +266,7 @@ def _attend_packed(
 
 
 def _add_norm_kernel(norm: Any, x: Tensor, residual: Tensor | None) -> tuple[Tensor, Tensor]:
+    if residual is not None and (x.shape != residual.shape or x.dtype != residual.dtype):
+        x = residual + x  # a replaced linear layer may have another width or dtype
+        return norm(x), x
     return add_norm_kernel(x, residual, *_parameters_of(norm), norm.eps, not isinstance(norm, nn.RMSNorm))

@@ -55,15 +55,16 @@ def pack_weights(model: nn.Module) -> None:
     for module in model.modules():
         for name in () if id(module) in skipped else _weights_of(module):
             weight = module._parameters.get(name)
-            if weight is None or isinstance(weight, PackedWeight):
+            if weight is None or isinstance(weight, PackedWeight) or weight.dtype != torch.float32 or not weight.is_cpu:
                 continue
-            if weight.dtype == torch.float32 and weight.is_cpu:
-                if weight not in packed:
-                    with torch.inference_mode(False):
-                        by_columns = weight.detach().t().clone(memory_format=torch.contiguous_format).t()
-                    large = _USES_BLOCKS and weight.numel() >= _MIN_PACKED_SIZE
-                    packed[weight] = (PackedWeight if large else nn.Parameter)(by_columns, weight.requires_grad)
-                module._parameters[name] = packed[weight]
+            large = _USES_BLOCKS and weight.numel() >= _MIN_PACKED_SIZE
+            if weight.t().is_contiguous() and not large:
+                continue
+            if weight not in packed:
+                with torch.inference_mode(False):
+                    by_columns = weight.detach().t().clone(memory_format=torch.contiguous_format).t()
+                packed[weight] = (PackedWeight if large else nn.Parameter)(by_columns, weight.requires_grad)
+            module._parameters[name] = packed[weight]
 
 
 def _weights_of(module: nn.Module) -> tuple[str, ...]:

@@ -245,6 +245,84 @@ def test_gradients_masks_modes_and_other_dtypes_leave_the_fast_path(fast_steps: 
         packed_stack("encoder", rotary=Rotary()).packed(x, gap)
 
 
+def other_width(stack: Any, width: int) -> None:
+    stack.layers[1].linear2 = nn.Linear(stack.layers[1].linear1.out_features, width).to(DEVICE)
+
+
+def other_dtype(stack: Any) -> None:
+    stack.layers[0].linear2.half()
+    stack.layers[0].activation = lambda hidden: hidden.relu().half()
+
+
+def set_weight(stack: Any, *shape: int) -> None:
+    stack.layers[0].norm1.weight = nn.Parameter(torch.randn(shape, device=DEVICE))
+
+
+UNFIT: dict[str, tuple[str, Callable[[Any], object], list[int], list[int] | None]] = {
+    "fewer memories": ("decoder", lambda stack: None, [3, 1, 4], [2, 5]),
+    "no memory": ("decoder", lambda stack: None, [3, 1, 4], None),
+    "a decoder's layer": ("encoder", lambda stack: stack.layers.append(packed_stack("decoder").layers[0]), [3], None),
+    "an encoder's layer": ("decoder", lambda stack: stack.layers.append(packed_stack("encoder").layers[0]), [3], [2]),
+    "no layers": ("encoder", lambda stack: setattr(stack, "layers", nn.ModuleList()), [3, 1], None),
+    "a width of 1": ("encoder", lambda stack: other_width(stack, 1), [3, 1], None),
+    "a larger width": ("encoder", lambda stack: other_width(stack, D + 2), [3, 1], None),
+    "another dtype": ("encoder", other_dtype, [3, 1], None),
+    "a shorter weight": ("encoder", lambda stack: set_weight(stack, 4), [3, 1], None),
+    "a weight of two dimensions": ("encoder", lambda stack: set_weight(stack, 4, 4), [3, 1], None),
+}
+
+
+@needs_kernels
+@torch.no_grad()
+@pytest.mark.parametrize("case", UNFIT)
+def test_what_the_kernels_cannot_read_gives_what_compose_gives(case: str) -> None:
+    """The same result, or the same error."""
+    kind, change, lengths, memory_lengths = UNFIT[case]
+    stack = packed_stack(kind)
+    change(stack)
+
+    def outcome() -> Any:
+        arguments: list[Any] = [
+            torch.cat(drawn(*lengths)).to(DEVICE, torch.float32),
+            Layout.from_lengths(lengths, DEVICE),
+        ]
+        if kind == "decoder":
+            memory = drawn(sum(memory_lengths or [1]), seed=1)[0].to(DEVICE, torch.float32)
+            arguments += memory, memory_lengths and Layout.from_lengths(memory_lengths, DEVICE)
+        with fastformer.backend("triton"):
+            try:
+                return stack.packed(*arguments)
+            except (RuntimeError, TypeError, ValueError) as error:
+                return type(error), str(error)
+
+    result = outcome()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(layer_stack, "takes_packed", lambda *_: False)
+        expected = outcome()
+    assert isinstance(result, tuple) == isinstance(expected, tuple)
+    if isinstance(expected, tuple):
+        assert result == expected
+    else:
+        torch.testing.assert_close(result, expected, atol=0, rtol=0)
+
+
+@torch.no_grad()
+def test_a_layout_of_another_type_is_named() -> None:
+    with pytest.raises(TypeError, match="layout must be a Layout, not list"):
+        packed_stack("encoder").packed(torch.randn(4, D, device=DEVICE), [3, 1])
+
+
+@torch.no_grad()
+def test_one_token_through_norms_of_a_narrower_dtype_and_a_layer_without_memory(fast_steps: list[int]) -> None:
+    stack = stacks("encoder")[1].float()
+    stack.layers.append(stacks("decoder")[1].float().layers[0])
+    for norm in (stack.norm, stack.layers[0].norm1):
+        norm.half()
+    out = outputs(stack, stack.new_cache(2))
+    assert fast_steps
+    torch.testing.assert_close(out, outputs_of_compose(stack, stack.new_cache(2)))
+
+
 @torch.no_grad()
 @pytest.mark.parametrize(
     ("lengths", "plain_cores", "takes"), [([3, 1], False, True), ([3, 3], False, False), ([3, 1], True, False)]

@@ -68,6 +68,9 @@ def test_large_weights_are_stored_by_columns_and_in_blocks_where_these_are_faste
     values = [layer.weight.clone() for layer in model]
     pack_weights(model)
     assert [isinstance(layer.weight, PackedWeight) for layer in model] == [uses_blocks, False]
+    stored = list(model.parameters())
+    pack_weights(model)
+    assert all(a is b for a, b in zip(stored, model.parameters(), strict=True)), "an optimizer would lose them"
     for layer, expected in zip(model, values, strict=True):
         assert layer.weight.t().is_contiguous()
         assert_product(F.linear(x, layer.weight, layer.bias), x, expected, layer.bias)

@@ -1,8 +1,8 @@
 """Packed weights: fp32 weights in the order that matrix products on a CPU read fastest, for inference.
 
-`pack_weights` stores them by columns. Except on Intel's processors it also copies large ones into oneDNN's blocks: on
-an AMD CPU, 4 to 128 rows then take a third to nine tenths of MKL's time. On an Intel CPU, blocks take 0.9 to 1.6 times
-as long as columns by MKL. Products of a large weight with one row read its columns where D > K.
+`pack_weights` stores them by columns. A large one is copied into oneDNN's blocks, too, at the first product that reads
+them. On an AMD CPU, 4 to 128 rows then take a third to nine tenths of MKL's time; one row reads the columns where
+D > K. On an Intel CPU, blocks are faster for 6 to 24 rows alone: 0.5 to 0.9 of MKL's time by columns, else 0.9 to 1.6.
 
 Letters: M rows, D outputs, K inputs.
 """
@@ -32,12 +32,13 @@ def _is_intel() -> bool:
 
 # The op that torch.compile uses for linear layers with frozen weights.
 _HAS_BLOCKS = hasattr(torch.ops.mkldnn, "_linear_pointwise")
-_USES_BLOCKS = _HAS_BLOCKS and not _is_intel()
+_IS_INTEL = _is_intel()
+_ROWS_ON_INTEL = range(6, 25)
 # Rows that weights are packed for and inputs padded to, because oneDNN is slower with fewer: weights of 512 x 2048 with
 # 1 row took 322 us, padded 243 (by MKL 402).
 _MIN_ROWS = 4
 # Elements of a packed weight: a call of oneDNN takes 20 us more, and the first call with each number of rows 650 us.
-_MIN_PACKED_SIZE = 1 << 18
+_MIN_PACKED_SIZE = 1 << (19 if _IS_INTEL else 18)
 _MAX_SLICES = 8  # cached slices of a weight: attention reads those of queries, keys, values, and keys with values
 
 
@@ -45,8 +46,8 @@ def pack_weights(model: nn.Module) -> None:
     """Pack the weights of a model's linear layers and attention projections, in place, for inference on a CPU.
 
     Packed are fp32 weights on the CPU, of nn.Linear and fastformer's MultiheadAttention, not of subclasses. A large
-    weight is stored twice, except on Intel's processors. The model can still be saved, moved and trained. An embedding
-    that shares a weight keeps the original parameter.
+    weight is stored twice. The model can still be saved, moved and trained. An embedding that shares a weight keeps the
+    original parameter.
     """
     attentions = [x for x in model.modules() if isinstance(x, nn.MultiheadAttention)]
     unpacked = [x for x in attentions if type(x) is not DROP_INS[nn.MultiheadAttention]]
@@ -57,7 +58,7 @@ def pack_weights(model: nn.Module) -> None:
             weight = module._parameters.get(name)
             if weight is None or isinstance(weight, PackedWeight) or weight.dtype != torch.float32 or not weight.is_cpu:
                 continue
-            large = _USES_BLOCKS and weight.numel() >= _MIN_PACKED_SIZE
+            large = _HAS_BLOCKS and weight.numel() >= _MIN_PACKED_SIZE
             if weight.t().is_contiguous() and not large:
                 continue
             if weight not in packed:
@@ -89,7 +90,8 @@ class PackedWeight(nn.Parameter):
             supported = type(x) is Tensor and x.dtype is torch.float32 and x.is_cpu and x.dim() > 1 and x.shape[-1] == K
             # oneDNN reads D consecutive numbers of the bias.
             supported = supported and (bias is None or (bias.shape == (D,) and bias.stride() == (1,)))
-            if not supported or M == 0 or (M == 1 and D > K) or autocasts(x) or not self._may_read_copies(x, bias):
+            faster = M in _ROWS_ON_INTEL if _IS_INTEL else M > 1 or (M == 1 and D <= K)
+            if not (supported and faster) or autocasts(x) or not self._may_read_copies(x, bias):
                 return F.linear(x, self, bias)
             blocks = self._blocks()
             if M >= _MIN_ROWS:

@@ -21,7 +21,7 @@ needs_blocks = pytest.mark.skipif(not packed_weights._HAS_BLOCKS, reason="this P
 @pytest.fixture
 def packs_small_weights(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(packed_weights, "_MIN_PACKED_SIZE", 1)
-    monkeypatch.setattr(packed_weights, "_USES_BLOCKS", packed_weights._HAS_BLOCKS)
+    monkeypatch.setattr(packed_weights, "_IS_INTEL", False)
 
 
 def packed(values: Tensor) -> PackedWeight:
@@ -58,22 +58,29 @@ def test_packed_weights_take_every_number_of_rows_and_every_bias(D: int, K: int)
     assert weight.copies[None].layout is torch._mkldnn  # type: ignore[attr-defined]
 
 
+@needs_blocks
 @torch.no_grad()
-@pytest.mark.parametrize("uses_blocks", [False, pytest.param(True, marks=needs_blocks)])
-def test_large_weights_are_stored_by_columns_and_in_blocks_where_these_are_faster(
-    uses_blocks: bool, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(("is_intel", "rows"), [(True, {6, 24}), (False, {2, 5, 6, 24, 25})])
+def test_large_weights_are_stored_by_columns_and_in_blocks_for_rows_for_which_these_are_faster(
+    is_intel: bool, rows: set[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(packed_weights, "_USES_BLOCKS", uses_blocks)
-    model, x = nn.Sequential(nn.Linear(512, 512), nn.Linear(512, 8)), torch.randn(5, 512)
+    monkeypatch.setattr(packed_weights, "_IS_INTEL", is_intel)
+    monkeypatch.setattr(packed_weights, "_MIN_PACKED_SIZE", 1000)
+    model = nn.Sequential(nn.Linear(20, 60), nn.Linear(20, 8))
     values = [layer.weight.clone() for layer in model]
     pack_weights(model)
-    assert [isinstance(layer.weight, PackedWeight) for layer in model] == [uses_blocks, False]
+    assert [isinstance(layer.weight, PackedWeight) for layer in model] == [True, False]
     stored = list(model.parameters())
     pack_weights(model)
     assert all(a is b for a, b in zip(stored, model.parameters(), strict=True)), "an optimizer would lose them"
-    for layer, expected in zip(model, values, strict=True):
-        assert layer.weight.t().is_contiguous()
-        assert_product(F.linear(x, layer.weight, layer.bias), x, expected, layer.bias)
+    for M in (1, 2, 5, 6, 24, 25):
+        x = torch.randn(M, 20)
+        for layer, expected in zip(model, values, strict=True):
+            assert layer.weight.t().is_contiguous()
+            assert_product(F.linear(x, layer.weight, layer.bias), x, expected, layer.bias)
+        packed = model[0].weight
+        assert (None in packed.__dict__.pop("copies", {})) == (M in rows)
+        packed.__dict__.pop("state", None)
 
 
 @needs_blocks

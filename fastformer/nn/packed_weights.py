@@ -87,11 +87,12 @@ class PackedWeight(nn.Parameter):
         with without_subclasses():
             D, K = self.shape
             M = x.numel() // max(K, 1)
+            if not (M in _ROWS_ON_INTEL if _IS_INTEL else M > 1 or (M == 1 and D <= K)):
+                return F.linear(x, self, bias)
             supported = type(x) is Tensor and x.dtype is torch.float32 and x.is_cpu and x.dim() > 1 and x.shape[-1] == K
             # oneDNN reads D consecutive numbers of the bias.
             supported = supported and (bias is None or (bias.shape == (D,) and bias.stride() == (1,)))
-            faster = M in _ROWS_ON_INTEL if _IS_INTEL else M > 1 or (M == 1 and D <= K)
-            if not (supported and faster) or autocasts(x) or not self._may_read_copies(x, bias):
+            if not supported or autocasts(x) or not self._may_read_copies(x, bias):
                 return F.linear(x, self, bias)
             blocks = self._blocks()
             if M >= _MIN_ROWS:

@@ -56,7 +56,8 @@ def _run(stack: Any, x: Tensor, attentions: Callable[[int, Any], tuple[Attention
                 normalised, residual = parts.add_norm(norm, x, residual)
                 x = run(normalised)
             else:
-                x, residual = x if residual is None else residual + x, None
+                if residual is not None:  # of a pre-norm layer before this one
+                    x, residual = residual + x, None
                 x, _ = parts.add_norm(norm, run(x), x)
     if stack.norm is not None:
         return parts.add_norm(stack.norm, x, residual)[0]
@@ -196,19 +197,20 @@ def takes_packed(
     """
     if torch.is_grad_enabled() or needs_dispatcher() or not (mask is None and memory_mask is None):
         return False
-    decodes = memory is not None or memory_layout is not None
-    for tokens, of_side in [(x, layout), (memory, memory_layout)] if decodes else [(x, layout)]:
-        if not isinstance(of_side, Layout) or of_side.batch != layout.batch:
+    has_memory = memory is not None or memory_layout is not None
+    sides = [(x, layout), (memory, memory_layout)] if has_memory else [(x, layout)]
+    for tokens, side_layout in sides:
+        if not isinstance(side_layout, Layout) or side_layout.batch != layout.batch:
             return False
-        if type(tokens) is not Tensor or tokens.shape != (of_side.total, x.shape[-1]) or not tokens.numel():
+        if type(tokens) is not Tensor or tokens.shape != (side_layout.total, x.shape[-1]) or not tokens.numel():
             return False
-        if tokens.dtype != x.dtype or not tokens.device == of_side.offsets.device == x.device:
+        if tokens.dtype != x.dtype or not tokens.device == side_layout.offsets.device == x.device:
             return False
     ops = "layer_norm", "feed_forward", "packed_attention"
     if autocasts(x) or not all(runs_fused(op, x) for op in ops) or not _has_unmodified_layers(stack):
         return False
     modules = [layer._modules for layer in stack.layers]
-    if not modules or any(("multihead_attn" in each) != decodes for each in modules):
+    if not modules or any(("multihead_attn" in each) != has_memory for each in modules):
         return False
     attentions = [each[name] for each in modules for name in ("self_attn", "multihead_attn") if name in each]
     head_size = max(a.in_proj_weight.shape[0] // (a.num_heads + 2 * a.kv_heads) for a in attentions)

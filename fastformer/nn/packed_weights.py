@@ -87,7 +87,8 @@ class PackedWeight(nn.Parameter):
         with without_subclasses():
             D, K = self.shape
             M = x.numel() // max(K, 1)
-            if not (M in _ROWS_ON_INTEL if _IS_INTEL else M > 1 or (M == 1 and D <= K)):
+            blocks_are_faster = M in _ROWS_ON_INTEL if _IS_INTEL else M > 1 or (M == 1 and D <= K)
+            if not blocks_are_faster:
                 return F.linear(x, self, bias)
             supported = type(x) is Tensor and x.dtype is torch.float32 and x.is_cpu and x.dim() > 1 and x.shape[-1] == K
             # oneDNN reads D consecutive numbers of the bias.

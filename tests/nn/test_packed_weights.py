@@ -78,9 +78,9 @@ def test_large_weights_are_stored_by_columns_and_in_blocks_for_rows_for_which_th
         for layer, expected in zip(model, values, strict=True):
             assert layer.weight.t().is_contiguous()
             assert_product(F.linear(x, layer.weight, layer.bias), x, expected, layer.bias)
-        packed = model[0].weight
-        assert (None in packed.__dict__.pop("copies", {})) == (M in rows)
-        packed.__dict__.pop("state", None)
+        attributes = model[0].weight.__dict__
+        assert (None in attributes.pop("copies", {})) == (M in rows)
+        attributes.pop("state", None)
 
 
 @needs_blocks

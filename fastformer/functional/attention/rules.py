@@ -89,22 +89,21 @@ def open_dead_rows(mask: Tensor | None, allowed: Tensor | None) -> tuple[Tensor 
         The merged mask, opened at queries that may attend to nothing, to avoid NaN; and these queries as a bool mask
         `[..., T, 1]`, whose outputs must be set to 0. Either may be None.
     """
-    if mask is None and allowed is None:
-        return None, None
-    if mask is None or mask.dtype == torch.bool:
-        open_ = mask if allowed is None else allowed if mask is None else mask & allowed
-        assert open_ is not None
-        dead = ~open_.any(-1, keepdim=True)
-        return open_ | dead, dead
-    if allowed is not None:
-        mask = torch.where(allowed, mask, -math.inf)
-    if mask.shape[-1] == 0:
-        dead = (mask == -math.inf).all(-1, keepdim=True)
+    if mask is None or allowed is None:
+        merged = allowed if mask is None else mask
     else:
-        dead = mask.detach().amax(-1, keepdim=True) == -math.inf
+        merged = mask & allowed if mask.dtype == torch.bool else torch.where(allowed, mask, -math.inf)
+    if merged is None:
+        return None, None
+    if merged.dtype == torch.bool:
+        dead = ~merged.any(-1, keepdim=True)
+    elif merged.shape[-1] == 0:
+        dead = (merged == -math.inf).all(-1, keepdim=True)
+    else:
+        dead = merged.detach().amax(-1, keepdim=True) == -math.inf
     if readable(dead) and not dead.any():
-        return mask, None  # without a copy of the size of the scores
-    return mask.masked_fill(dead, 0.0), dead
+        return merged, None  # without a copy of the scores' mask, and of the output
+    return (merged | dead if merged.dtype == torch.bool else merged.masked_fill(dead, 0.0)), dead
 
 
 def with_distances(q: Tensor, k: Tensor, rules: AttentionRules) -> Tensor | None:

@@ -25,7 +25,7 @@ _SDPA = F.scaled_dot_product_attention
 class _Visible(NamedTuple):
     """What a mask shows: in each row of the batch some queries and some keys, and of these all pairs or s <= t."""
 
-    spans: list[Span] | None  # of each row; None if hidden keys or queries lie between visible ones
+    spans: list[Span] | None  # of each row, on a CPU; None if hidden keys or queries lie between visible ones
     causal: bool
     queries: Tensor | None  # bool [B, T], True = visible; None: all are
     keys: Tensor | None  # bool [B, S], likewise
@@ -149,7 +149,8 @@ def _find(mask: Tensor, B: int, T: int) -> _Visible | None:
             causal = True
     keys, of_rows = keys.expand(B, -1), queries.expand(B, T)
     hidden_queries = None if mask.shape[1] == 1 or bool(queries.all()) else of_rows
-    return _Visible(_spans(of_rows, keys, causal), causal, hidden_queries, None if bool(keys.all()) else keys)
+    spans = _spans(of_rows, keys, causal) if mask.is_cpu else None
+    return _Visible(spans, causal, hidden_queries, None if bool(keys.all()) else keys)
 
 
 def _spans(queries: Tensor, keys: Tensor, causal: bool) -> list[Span] | None:

@@ -48,10 +48,13 @@ class ReplayedStep:
         module: whose buffers the step reads and the module may replace, such as an embedding's table of positions.
         step: returns tensors, or nothing. It must not depend on numbers that the host counts.
         what: the loop, for the warning.
+
+    Attributes:
+        recorder: None, too, once a capture has failed.
     """
 
     def __init__(self, recorder: Recorder | None, module: torch.nn.Module, step: Step, what: str) -> None:
-        self._recorder, self._module, self._step, self._what = recorder, module, step, what
+        self.recorder, self._module, self._step, self._what = recorder, module, step, what
         self.reset()
 
     def reset(self) -> None:
@@ -62,15 +65,15 @@ class ReplayedStep:
 
     def __call__(self) -> Any:
         """Run or replay the step; return its output, which the next call may overwrite."""
-        if self._recorder is None:
+        if self.recorder is None:
             return self._step()
         self._runs += 1
         if self._runs == 1:
-            return self._recorder.warm_up(self._step)
+            return self.recorder.warm_up(self._step)
         if self._recorded is None:
-            self._recorded = capture_or_warn(self._recorder, self._step, self._what)
+            self._recorded = capture_or_warn(self.recorder, self._step, self._what)
             if self._recorded is None:
-                self._recorder = None
+                self.recorder = None
                 return self._step()
             self._buffers = list(self._module.buffers())  # the graph reads these even if they are replaced
         self._recorded.replay()
@@ -88,12 +91,14 @@ def memory_for_graphs(device: torch.device) -> int:
 
 
 def make_room(index: int) -> None:
-    """Return unused memory of torch's allocator to the driver if that is a tenth of the GPU's, and less than half free.
+    """Return unused memory of torch's allocator to the driver where it may be missed.
 
-    A capture cannot do that, and can take no memory that deleted graphs or eager steps have left in the allocator.
+    That is if less than half of the GPU's memory is free, and the unused is a tenth of it, or as much as is free. A
+    capture cannot do that, and can take no memory that deleted graphs or eager steps have left in the allocator.
     """
     free, total = torch.cuda.mem_get_info(index)
-    if 2 * free < total and 10 * (torch.cuda.memory_reserved(index) - torch.cuda.memory_allocated(index)) >= total:
+    unused = torch.cuda.memory_reserved(index) - torch.cuda.memory_allocated(index)
+    if 2 * free < total and unused >= min(free, total / 10):
         torch.cuda.empty_cache()
 
 

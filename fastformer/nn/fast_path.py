@@ -92,8 +92,9 @@ def _is_supported(layer: Any) -> bool:
 
 def _feed_forward(layer: Any, activate: Callable[[Tensor, Any], Tensor], x: Tensor) -> Tensor:
     modules, activation = layer._modules, layer.activation
-    hidden, name = _linear(x, modules["linear1"]), activation_name(activation)
-    return _linear(activation(hidden) if name is None else activate(hidden, name), modules["linear2"])
+    x, name = _linear(x, modules["linear1"]), activation_name(activation)
+    x = activation(x) if name is None else activate(x, name)  # frees its input before the next product
+    return _linear(x, modules["linear2"])
 
 
 def _linear(x: Tensor, module: nn.Module) -> Tensor:
@@ -268,7 +269,7 @@ def _attend_packed(
 
 
 def _add_norm_kernel(norm: Any, x: Tensor, residual: Tensor | None) -> tuple[Tensor, Tensor]:
-    if residual is not None and (x.shape != residual.shape or x.dtype != residual.dtype):
-        x = residual + x  # a replaced linear layer may have another width or dtype
+    if residual is not None and x.shape != residual.shape:
+        x = residual + x  # a replaced linear layer may have another width
         return norm(x), x
     return add_norm_kernel(x, residual, *_parameters_of(norm), norm.eps, not isinstance(norm, nn.RMSNorm))

@@ -66,6 +66,8 @@ class MultiheadAttention(Projections):
             return super().forward(*arguments)
         # torch's own checks, so that a mistake raises what it raises there.
         batched: bool = _mha_shape_check(query, key, value, key_padding_mask, attn_mask, self.num_heads)
+        if is_causal and key_padding_mask is None and not need_weights:
+            attn_mask = None  # as in torch, where it may be of other sizes
         if not batched:
             same = key is query, value is key
             query = query.unsqueeze(0)

@@ -72,6 +72,15 @@ def test_without_gradients(mode, packed_calls):
     assert len(packed_calls) == 12
 
 
+def test_outputs_as_a_tuple(packed_calls):
+    inputs = {name: x for name, x in batch("bert", "right").items() if name != "labels"}
+    expected, out = (model.base_model(**inputs, return_dict=False) for model in both_ways("bert"))
+    assert type(out) is tuple
+    real = inputs["attention_mask"].bool()
+    assert_close(out[0][real], expected[0][real], ROUNDINGS)
+    assert len(packed_calls) == 2
+
+
 def test_embeddings_in_place_of_ids(packed_calls):
     """RoBERTa then counts columns, not ids other than the padding token's."""
     mask, ids = batch("roberta", "left")["attention_mask"], batch("roberta", "left")["input_ids"]

@@ -102,6 +102,14 @@ def test_is_causal_computes_what_torch_does(masks, need_weights, batch_first):
     check(model, torchs, inputs_for("self", model), need_weights=need_weights, **arguments)
 
 
+@pytest.mark.parametrize("training", [True, False])
+def test_is_causal_stands_for_a_mask_of_other_sizes(training):
+    """As torch has it: models keep one mask for their longest input."""
+    model, torchs = (each.train(training) for each in attention())
+    mask = minus_infinity(torch.ones(2 * T, 2 * T).triu(1).bool())
+    check(model, torchs, inputs_for("self", model), need_weights=False, attn_mask=mask, is_causal=True)
+
+
 @pytest.mark.parametrize("options", [{}, {"add_zero_attn": True}, {"add_bias_kv": True}], ids=str)
 @pytest.mark.parametrize("need_weights", [False, True])
 @pytest.mark.parametrize("stated", ["mask and hint", "hint alone"])

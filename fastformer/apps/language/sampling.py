@@ -91,20 +91,20 @@ class LanguageState:
         _check_context(model, context)
         if not prompts or not all(prompts):
             raise ValueError("prompts must hold at least one prompt, and each at least one id")
-        self.model, self.context, self._recorder = model, context, recorder
+        self.model, self.context = model, context
         self.windows = [list(ids[-context:]) for ids in prompts]  # what each row has read
         self.cache = model.decoder.new_cache(len(prompts), **{"capacity" if recorder else "longest": context})
         hidden, layout = self._read(self.windows)
         self.logits = model.logits(hidden.index_select(0, layout.offsets[1:] - 1))
-        self._new_step()
+        self._new_step(recorder)
 
     @torch.inference_mode(False)
-    def _new_step(self) -> None:
+    def _new_step(self, recorder: Recorder | None) -> None:
         """Make the step of the rows, which reads their tokens from one tensor."""
         # Without a reference to self, which would keep the cache and the graph until Python collects garbage.
         self._ids = torch.zeros(len(self.windows), dtype=torch.int64, device=self.logits.device)
         step = partial(next_logits, self.model, self.model.embedding, self.cache, self._ids)
-        self._step = ReplayedStep(self._recorder, self.model.embedding, step, "generation")
+        self._step = ReplayedStep(recorder, self.model.embedding, step, "generation")
 
     def step(self, ids: Tensor) -> Tensor:
         """Feed the next token of each row, int64 `[B]`; return the logits of the one after, `[B, V]`.
@@ -123,7 +123,7 @@ class LanguageState:
         """Keep these rows only, int64, ascending."""
         self.windows = [self.windows[row] for row in rows.tolist()]
         self.cache.keep(rows)
-        self._new_step()
+        self._new_step(self._step.recorder)
 
     def _slide(self, full: Sequence[bool]) -> None:
         """Drop the first tokens of full rows and read the rest again; see the window rule above."""

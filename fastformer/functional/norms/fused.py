@@ -101,11 +101,12 @@ def add_norm_kernel(
 ) -> tuple[Tensor, Tensor]:
     """Return the norm of x + residual `[M, N]`, and the sum, without gradients; nothing is checked.
 
-    All tensors are of one dtype and on one device; eps: None is that of fp32.
+    All tensors are on one device, and of one dtype, but for x or the residual; eps: None is that of fp32.
     """
     eps = torch.finfo(torch.float32).eps if eps is None else eps
     if residual is not None:
-        y, s, _, _ = _dropout_add_norm(x, residual, weight, bias, None, eps, 0.0, centred, x.dtype)
+        dtype = torch.promote_types(x.dtype, residual.dtype)
+        y, s, _, _ = _dropout_add_norm(x, residual, weight, bias, None, eps, 0.0, centred, dtype)
         return y, s
     return (_layer_norm(x, weight, bias, eps, x.dtype) if centred else _rms_norm(x, weight, eps, x.dtype))[0], x
 

@@ -245,7 +245,9 @@ def _run(model: Any, inner: Any, names: tuple[str, ...], batch: Packed) -> Any:
         both = isinstance(cache, EncoderDecoderCache)
         row["past_key_values"] = EncoderDecoderCache(DynamicCache(), DynamicCache()) if both else DynamicCache()
     as_tuple = arguments.get("return_dict", getattr(model.config, "return_dict", True)) is False
-    output = _inside(batch, inner, **row, **({"return_dict": True} if as_tuple else {}))
+    if as_tuple:
+        row["return_dict"] = True
+    output = _inside(batch, inner, **row)
     for name, x in output.items():
         if name == "pooler_output" and x is not None:
             output[name] = _pooled(model, output[0])

@@ -31,6 +31,21 @@ def test_replayed_steps_are_the_growing_ones(variant, tape):
     assert (tape.warmed_up, tape.captured, tape.replayed) == (2, 2, 25 - 2)
 
 
+@torch.inference_mode()
+def test_a_capture_that_failed_is_not_tried_again(tape, monkeypatch):
+    def fail(step):
+        raise RuntimeError("operation not permitted")
+
+    monkeypatch.setattr(tape, "capture", fail)
+    state = LanguageState(random_model(1), PROMPTS, 8, tape)
+    state.step(random_tokens(4, 1)[0])
+    with pytest.warns(RuntimeWarning, match="generation goes on without CUDA graphs"):
+        state.step(random_tokens(4, 1)[0])
+    state.keep(torch.arange(2))
+    for ids in random_tokens(2, 3):
+        state.step(ids)  # a second warning would be an error
+
+
 def test_a_state_is_freed_at_once(tape):
     """Its cache and graph would fill the memory of a device, which Python's garbage collector does not look at."""
     with torch.inference_mode():

@@ -302,7 +302,10 @@ def test_batches_that_do_not_fit_are_named(batch, what):
         shape_of(batch)
 
 
-@pytest.mark.parametrize(("free", "unused", "released"), [(49, 10, True), (50, 10, False), (49, 9, False)])
+@pytest.mark.parametrize(
+    ("free", "unused", "released"),
+    [(49, 10, True), (50, 10, False), (49, 9, False), (5, 5, True), (5, 4, False)],
+)
 def test_a_capture_finds_free_memory(free, unused, released, monkeypatch):
     """On an H200, captures failed once deleted graphs had used most of its memory."""
     calls = []

@@ -82,6 +82,8 @@ def bench_decoding(race: Race, size: str, competitor: str, beam: int, batch: int
     vary_output(model.decoder.norm if competitor == "tutorial" else model.decoder.layers[-1].norm3)
     sentences = [ids.tolist() for ids in torch.split(source, lengths.tolist())]
     options = SearchOptions(beam=beam, max_ratio=0.0, max_extra=tokens, min_length=tokens, length_penalty=0.0)
+    if race.device.type == "cuda":
+        options = replace(options, cuda_graphs=True)  # None: eager without a warning, if the cache is large
     running = copy.deepcopy(model)  # as `fastformer translate` runs it
     pack_weights(running)
 
@@ -100,6 +102,7 @@ def bench_decoding(race: Race, size: str, competitor: str, beam: int, batch: int
 
     with tempfile.TemporaryDirectory() as folder, warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of the competitors
+        warnings.filterwarnings("error", ".* goes on without CUDA graphs", RuntimeWarning)
         known = torch.tensor([hypothesis.log_probability for hypothesis in results])
         probability_of = partial(_log_probabilities, model, source, lengths)
         race.gate("log probability", known, probability_of([hypothesis.ids for hypothesis in results]), 1e-3)

@@ -55,7 +55,10 @@ def bench_generation(race: Race, size: str, context: int, steps: range, goal: fl
     if race.tiny:
         context, steps = min(context, TINY_WORDS + 1), range(2, TINY_WORDS, 10)
     length = TINY_WORDS if race.tiny else FEW_WORDS if size == "quick" else WORDS
-    options = SamplingOptions(max_new_tokens=length, temperature=0, stop_at_eos=False, allow_unk=True)
+    graphs = race.device.type == "cuda" or None  # None on a GPU: eager without a warning, if the cache is large
+    options = SamplingOptions(
+        max_new_tokens=length, temperature=0, stop_at_eos=False, allow_unk=True, cuda_graphs=graphs
+    )
     sizes: dict[str, Any] = {"d_model": 200, "heads": 2, "layers": 2, "feed_forward": 200, "norm_first": False}
     settings: dict[str, Any] = {"final_norm": False, "embeddings": "separate", "output_bias": True, **CLASSICAL}
     model = LanguageModel(LanguageConfig(64 if race.tiny else VOCABULARY, **sizes, **settings)).to(race.device).eval()

@@ -91,7 +91,7 @@ def _gate(race: Race, losses: Sequence[Tensor], model: LanguageModel, competitor
 
 def _trainer_step(model: LanguageModel, batch: LanguageBatch) -> Callable[[], None]:
     """Return a step as `fastformer train` makes it: on a GPU from CUDA graphs, of a batch on the CPU."""
-    config = TrainConfig(steps=1, optimizer="sgd", momentum=0.0, clip_norm=CLIP)
+    config = TrainConfig(steps=1, optimizer="sgd", momentum=0.0, clip_norm=CLIP, cuda_graphs=True)
     update, on_cpu = new_update(model, language_model_loss, config, Processes()), batch.to(torch.device("cpu"))
 
     def step() -> None:

@@ -91,6 +91,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         item.add_marker(pytest.mark.benchmark(timer=time.perf_counter if gpu else time.process_time))
         # A warning of a competitor (as Inductor's about TF32) is no error; a case that fails its gate reports it.
         item.add_marker(pytest.mark.filterwarnings("default"))
+        # Where a graph is not captured, eager steps would be timed.
+        item.add_marker(pytest.mark.filterwarnings("error:.* goes on without CUDA graphs:RuntimeWarning"))
         # torch warns of its own encoder: that its nested-tensor path is off, or that it is a prototype.
         for message in ("Benchmark fixture was not used", ".*nested.?tensor.*"):
             item.add_marker(pytest.mark.filterwarnings(f"ignore:{message}"))

@@ -1,10 +1,12 @@
 """Which cases `-k quick` has, on a CPU and on a GPU; what a case says where the competitor raises."""
 
+import warnings
 from contextlib import nullcontext
 from types import SimpleNamespace
 
 import pytest
 import torch
+from _pytest.config import parse_warning_filter
 
 from benchmarks import (
     bench_decoding,
@@ -16,6 +18,7 @@ from benchmarks import (
     conftest,
 )
 from benchmarks.competitors import generators
+from fastformer.host.cuda_graphs import capture_or_warn
 from tests.benchmarks.races import broken, make_race, pytest_benchmarks
 
 
@@ -38,7 +41,7 @@ def collected(size, *marks):
         extra_keyword_matches=set(),
         get_closest_marker=lambda name: name if name in marks else None,
         added=added,
-        add_marker=lambda mark: added.append(mark.mark.name),
+        add_marker=lambda mark: added.append(mark.mark),
     )
 
 
@@ -51,8 +54,19 @@ def test_each_device_has_its_own_shapes_and_a_gpu_the_usual_ones_as_quick(gpu, m
     hook = SimpleNamespace(pytest_deselected=lambda items: None)
     conftest.pytest_collection_modifyitems(SimpleNamespace(getoption=lambda name: False, hook=hook), left)
     assert left == [item for item in items if not (gpu and item is cpu)]
-    assert [item for item in items if "skip" in item.added] == ([] if gpu else [for_gpu, full])
+    assert [item for item in items if "skip" in {mark.name for mark in item.added}] == ([] if gpu else [for_gpu, full])
     assert [item for item in items if item.extra_keyword_matches == {"quick"}] == ([usual] if gpu else [])
+
+
+def test_a_benchmark_fails_where_a_graph_is_not_captured():
+    item, recorder = collected("usual"), SimpleNamespace(capture=broken)
+    conftest.pytest_collection_modifyitems(SimpleNamespace(getoption=lambda name: True), [item])
+    with warnings.catch_warnings():
+        for mark in item.added:
+            if mark.name == "filterwarnings":
+                warnings.filterwarnings(*parse_warning_filter(*mark.args, escape=False))
+        with pytest.raises(RuntimeWarning, match="decoding goes on without CUDA graphs"):
+            capture_or_warn(recorder, lambda: None, "decoding")
 
 
 @pytest.fixture

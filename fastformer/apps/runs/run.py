@@ -196,7 +196,8 @@ class Run(ABC):
             device: of the model.
             pretrained: folder that the run begins with, see `Application.load_initial_model`; `data.tokenizer` is
                 "pretrained".
-            given: names of the settings that a user stated, by section; others are chosen. None: none is chosen.
+            given: names of the settings that a user stated, by section; others are chosen, with `pretrained` those of
+                training except the rate. None: none is chosen.
 
         Raises before data is read: FileExistsError for a folder with a run or other files, RunLockedError if another
         process writes to it, and the errors of `check`.
@@ -205,8 +206,10 @@ class Run(ABC):
             raise ValueError(f"tokenizer must be {PRETRAINED} with a model to begin with (--from), and only then")
         folder, created, initial, tokenizers = Path(folder), list[Self](), None, None
         if pretrained is not None:
-            initial, tokenizers, model, data = cls.application.load_initial_model(Path(pretrained), model, data, given)
-            given = None
+            stated = given
+            initial, tokenizers, model, data = cls.application.load_initial_model(Path(pretrained), model, data, stated)
+            if stated is not None:  # only settings of training are chosen, except the rate, which would be too high
+                given = {"data": vars(data), "model": model, "train": {*stated["train"], "lr"}}
 
         def create_in_main() -> None:
             check_new(folder, cls.application.kind)

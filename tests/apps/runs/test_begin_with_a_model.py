@@ -86,3 +86,17 @@ def test_the_mean_of_chosen_checkpoints(runs, folder):
         2,
         f"error: {run}: holds no step-9 checkpoint; it has step-1, step-2\n",
     )
+
+
+@pytest.mark.parametrize("kind", COMMANDS)
+def test_settings_of_training_that_are_left_out_are_chosen(runs, folder, kind):
+    application = application_of(kind)
+    command = f"{COMMANDS[kind]} --steps 20 --validate-every 20 --device cpu --threads 1 --from {runs / kind} --run new"
+    done = fastformer(*command.split(), cwd=folder)
+    assert done.returncode == 0, done.stderr
+    assert "warmup_steps 2" in done.stdout
+    sections = application.read_config(folder / "new")
+    assert (sections["train"]["warmup_steps"], sections["train"]["lr"]) == (2, application.train.lr)
+    assert sections["model"] == application.read_config(runs / kind)["model"]
+    if kind == "translation":
+        assert sections["train"]["schedule"] == "linear"

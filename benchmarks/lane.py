@@ -1,11 +1,12 @@
 """Run all measurements on a GPU, in runs of minutes: each is one process for all its files.
 
-    python -m benchmarks.lane --only tests --out DIR       # then ops, models, compiled, tuning
+    python -m benchmarks.lane --only tests --out DIR       # then models, ops, other-tests, compiled, tuning
     python -m benchmarks.lane                              # all of them, one after another
     python -m benchmarks.report DIR NAME                   # all runs in DIR as one result
 
-Works from a bare checkout. Results of a run go into the new folder DIR/RUN as they are measured: benchmarks.jsonl or
-tuning.jsonl, and log.txt with the output. After failed or cut tests nothing is measured.
+The runs are in the order of their value. Works from a bare checkout. Results of a run go into the new folder DIR/RUN as
+they are measured: benchmarks.jsonl or tuning.jsonl, and log.txt with the output. After failed or cut `tests` nothing is
+measured.
 
 Exit code: 1 if a run failed or was cut, 2 for invalid arguments, else 0. Without a git history FASTFORMER_COMMIT names
 the commit of the files.
@@ -38,7 +39,7 @@ TUNING_MINUTES = 2.5
 
 
 class Run(NamedTuple):
-    """One process of pytest: patterns of its files below the root, pytest's -k, and the seconds that it takes."""
+    """One process of pytest: its seconds, patterns of its files below the root, and for benchmarks pytest's -k."""
 
     seconds: float
     files: tuple[str, ...] = ()
@@ -55,7 +56,8 @@ _MODELS = _benchmarks(
     "generation",
 )
 # Seconds on one H200 with kernels in Triton's cache, commits 70fda915 and 7a7a1035. Estimated on top of what ended
-# there: 1.1 a case for the 150 of `ops` that were cut, 60 for generation, 45 for each of four compiled models.
+# there: 1.1 a case for the 150 of `ops` that were cut, 60 for generation, 45 for each of four compiled models, and
+# other-tests.
 RUNS = {
     "tests": Run(
         195,
@@ -64,8 +66,18 @@ RUNS = {
             *("tests/**/test_attention_options.py", "tests/**/test_tf32.py", "tests/**/test_fast_path.py"),
         ),
     ),
-    "ops": Run(510, _OPS, f"not ({COMPILED})"),
     "models": Run(385, _MODELS, f"not ({COMPILED})"),
+    "ops": Run(510, _OPS, f"not ({COMPILED})"),
+    "other-tests": Run(
+        120,
+        (
+            *("tests/functional/test_all_ops.py", "tests/functional/test_arguments.py"),
+            *("tests/functional/test_numerics.py", "tests/functional/test_packing.py", "tests/host/test_autocast.py"),
+            *("tests/kernels/test_block_order.py", "tests/kernels/test_registered_ops.py", "tests/nn/test_compile.py"),
+            *("tests/nn/test_padding_values.py", "tests/nn/test_stacks.py", "tests/integrations/test_packed_models.py"),
+            *("tests/apps/models/test_single_stack_models.py", "tests/apps/language/test_window.py"),
+        ),
+    ),
     "compiled": Run(320, _OPS[::-1], COMPILED),  # models, which compile for a minute, come last
     "tuning": Run(15 + 60 * TUNING_MINUTES),
 }
@@ -86,7 +98,7 @@ def command_of(name: str, out: Path) -> list[str]:
         return [*module, "benchmarks.tuning", "--minutes", str(TUNING_MINUTES), "--out", str(out / "tuning.jsonl")]
     files = dict.fromkeys(str(path.relative_to(ROOT)) for each in run.files for path in sorted(ROOT.glob(each)))
     pytest = [*module, "pytest", "--show-capture=no", "--color=no", "-p", "no:cacheprovider", "--tb=short", *files]
-    if name == "tests":
+    if not run.choice:
         workers = str(min(os.cpu_count() or 1, MOST_WORKERS))
         pytest.append("--benchmark-disable")  # pytest-benchmark warns where tests run in parallel
         return [*pytest, *(["-n", workers, "--dist", "loadgroup"] if importlib.util.find_spec("xdist") else [])]

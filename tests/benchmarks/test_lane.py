@@ -75,17 +75,24 @@ def test_every_benchmark_is_in_a_run_and_every_run_ends_within_ten_minutes(tmp_p
 
 
 def test_every_test_that_needs_a_gpu_is_run(tmp_path):
-    files = (ROOT / "tests").rglob("test_*.py")
-    marked = [path for path in files if re.search(r"^ *pytestmark = MARKS$", path.read_text("utf-8"), re.MULTILINE)]
-    command = lane.command_of("tests", tmp_path)
+    texts = {str(path.relative_to(ROOT)): path.read_text("utf-8") for path in (ROOT / "tests").rglob("test_*.py")}
+    tests, others = ({*lane.command_of(name, tmp_path)} for name in ("tests", "other-tests"))
+    marked = {path for path, text in texts.items() if re.search(r"^ *pytestmark = MARKS$", text, re.MULTILINE)}
+    moved = {path for path, text in texts.items() if re.search(r"import .*\bDEVICE\b", text)}
     assert len(marked) > 3
-    assert {str(path.relative_to(ROOT)) for path in marked} < {*command}
+    assert marked < tests
+    assert moved - tests <= others
+    assert not {part for part in tests & others if part.endswith(".py")}
 
 
 @pytest.mark.parametrize(
     ("arguments", "commit", "message"),
     [
-        (["--only", "nothing"], "0123456", "unknown 'nothing'; known runs: tests, ops, models, compiled, tuning"),
+        (
+            ["--only", "nothing"],
+            "0123456",
+            "unknown 'nothing'; known runs: tests, models, ops, other-tests, ",
+        ),
         (["--out", str(ROOT), "--only", "ops"], "", "FASTFORMER_COMMIT: the commit is ''"),
     ],
 )

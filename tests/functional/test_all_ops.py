@@ -90,19 +90,19 @@ def test_a_layout_copies_its_lengths(make):
 
 
 def drawn(*shapes: tuple[int, ...]) -> list[Tensor]:
-    return [torch.randn(shape, requires_grad=True) for shape in shapes]
+    return [torch.randn(shape, device=DEVICE, requires_grad=True) for shape in shapes]
 
 
 @needs_kernels
 @pytest.mark.parametrize("changed", ["key_mask", "target"])
 def test_second_derivatives_of_the_kernels_notice_a_change(triton_backend, changed):
     if changed == "target":
-        inputs, arguments = drawn((4, 8), (16, 8)), {"target": torch.tensor([1, 2, 3, 4])}
+        inputs, arguments = drawn((4, 8), (16, 8)), {"target": torch.tensor([1, 2, 3, 4], device=DEVICE)}
         out = functional.linear_cross_entropy(*inputs, **arguments)
     else:
         inputs, lengths = drawn(*[(B, H, T, K)] * 3), {"key_lengths": [T, T - 3], "query_lengths": [T, T - 1]}
-        arguments = {name: torch.tensor(x) for name, x in lengths.items()}
-        arguments |= {"mask": torch.randn(T, T), "key_mask": torch.rand(B, T) < 0.9}
+        arguments = {name: torch.tensor(x, device=DEVICE) for name, x in lengths.items()}
+        arguments |= {"mask": torch.randn(T, T, device=DEVICE), "key_mask": torch.rand(B, T, device=DEVICE) < 0.9}
         out = functional.attention(*inputs, **arguments)
     arguments[changed].zero_()
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):

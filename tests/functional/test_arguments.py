@@ -28,7 +28,7 @@ from fastformer.functional import (
 )
 from fastformer.host.devices import DeviceError
 from fastformer.packing import Layout, from_nested, pack, to_nested, unpack
-from tests.support.fused_op import needs_kernels
+from tests.support.fused_op import DEVICE, needs_kernels
 
 x, ids, heads = torch.randn(2, 4), torch.tensor([0, 2]), torch.randn(2, 3, 8)
 w1, w2, table = torch.randn(6, 4), torch.randn(4, 6), torch.randn(5, 4)
@@ -114,11 +114,12 @@ def test_fake_tensors_have_the_devices_that_they_stand_for() -> None:
 
 @pytest.mark.parametrize("backend", ["reference", pytest.param("triton", marks=needs_kernels)])
 def test_a_default_device_is_not_that_of_tensors(backend: Any) -> None:
-    """Such as a script of a GPU sets: what is drawn, grouped and remembered for tensors of the CPU stays there."""
-    layer = fastformer.TransformerEncoderLayer(16, 2, 32, batch_first=True)
-    stack = fastformer.TransformerEncoder(layer, 1).eval()
-    lengths, order = torch.tensor([2, 0, 40]), torch.tensor([2, 0, 1])
-    packed, new = torch.randn(42, 2, 16), torch.randn(3, 1, 16)
+    """Such as a script of a GPU sets: what is drawn, grouped and remembered for tensors of another stays there."""
+    with torch.device(DEVICE):
+        layer = fastformer.TransformerEncoderLayer(16, 2, 32, batch_first=True)
+        stack = fastformer.TransformerEncoder(layer, 1).eval()
+        lengths, order = torch.tensor([2, 0, 40]), torch.tensor([2, 0, 1])
+        packed, new = torch.randn(42, 2, 16), torch.randn(3, 1, 16)
 
     def results():
         torch.manual_seed(0)

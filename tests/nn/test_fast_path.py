@@ -164,7 +164,8 @@ KINDS_OF_LAYERS: dict[str, dict[str, Any]] = LAYERS | {
 def run_packed(stack: Any, causal: bool = False) -> Tensor:
     """Run sequences of three lengths, of a decoder with memories of other lengths, in kernels."""
     layouts = Layout.from_lengths([3, 1, 4], DEVICE), Layout.from_lengths([2, 5, 1], DEVICE)
-    x, memory = (torch.cat(drawn(8, seed=seed)).to(DEVICE, torch.float32) for seed in (1, 2))
+    dtype = next(stack.parameters()).dtype
+    x, memory = (torch.cat(drawn(8, seed=seed)).to(DEVICE, dtype) for seed in (1, 2))
     more = (memory, layouts[1]) if isinstance(stack, fastformer.TransformerDecoder) else ()
     with fastformer.backend("triton"):
         return stack.packed(x, layouts[0], *more, causal=causal)  # type: ignore[no-any-return]
@@ -185,15 +186,18 @@ def packed_stack(kind: str, **options: Any) -> Any:
 @needs_kernels
 @torch.no_grad()
 @pytest.mark.parametrize("layer", KINDS_OF_LAYERS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 @both_kinds
-def test_packed_tokens_take_the_fast_path_with_the_same_bits(kind: str, layer: str, fast_steps: list[int]) -> None:
-    stack = packed_stack(kind, **KINDS_OF_LAYERS[layer])
+def test_packed_tokens_take_the_fast_path_with_the_same_bits(
+    kind: str, dtype: torch.dtype, layer: str, fast_steps: list[int]
+) -> None:
+    stack = packed_stack(kind, **KINDS_OF_LAYERS[layer]).to(dtype)
     for causal in (False, True):
         out = run_packed(stack, causal)
         assert len(fast_steps) == 1 + causal
         torch.testing.assert_close(out, run_composed(stack, causal), atol=0, rtol=0)
     padding = torch.tensor([[False] * 3, [False, True, True]], device=DEVICE)
-    x = torch.stack(drawn(3, 3)).to(DEVICE, torch.float32)
+    x = torch.stack(drawn(3, 3)).to(DEVICE, dtype)
     if kind == "encoder" and stack.layers[0].self_attn.batch_first:
         with fastformer.backend("triton"):
             stack(x, src_key_padding_mask=padding)

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from fastformer.apps.language.sampling import LanguageState
-from tests.support.fused_op import needs_kernels
+from tests.support.fused_op import DEVICE, needs_kernels
 from tests.support.language_task import random_model
 from tests.support.single_stack import TorchTwin
 
@@ -25,7 +25,7 @@ class Uncached:
     """The window rule in plain Python: which tokens a row reads; all of them are read again for each new one."""
 
     def __init__(self, model, prompts, context):
-        self.twin = TorchTwin(model.config).copy(model).to(model.output.weight.dtype)
+        self.twin = TorchTwin(model.config).copy(model).to(model.output.weight)
         self.context, self.windows = context, [ids[-context:] for ids in prompts]
 
     def step(self, ids):
@@ -37,7 +37,9 @@ class Uncached:
 
     @torch.no_grad()
     def logits(self):
-        return torch.cat([self.twin(torch.tensor([w]), torch.tensor([len(w)]))[:, -1] for w in self.windows])
+        device = self.twin.output.weight.device
+        rows = [torch.tensor([window], device=device) for window in self.windows]
+        return torch.cat([self.twin(row, torch.tensor([row.shape[1]], device=device))[:, -1] for row in rows])
 
 
 def random_tokens(rows, steps, seed=0):
@@ -49,7 +51,7 @@ def random_tokens(rows, steps, seed=0):
 def compare(model, prompts, context, steps, tolerance):
     state, reference = LanguageState(model, prompts, context), Uncached(model, prompts, context)
     torch.testing.assert_close(state.logits, reference.logits(), atol=tolerance, rtol=tolerance)
-    for ids in random_tokens(len(prompts), steps):
+    for ids in random_tokens(len(prompts), steps).to(state.logits.device):
         actual = state.step(ids)
         torch.testing.assert_close(actual, reference.step(ids.tolist()), atol=tolerance, rtol=tolerance)
         lengths = [len(window) for window in reference.windows]
@@ -73,7 +75,7 @@ def test_any_context(context, prompts):
 @needs_kernels
 @pytest.mark.usefixtures("triton_backend")
 def test_with_the_kernels():
-    compare(random_model(1, layers=1), PROMPTS[:2], 5, 5, 2e-5)
+    compare(random_model(1, layers=1).to(DEVICE), PROMPTS[:2], 5, 5, 2e-5)
 
 
 @pytest.mark.parametrize(("context", "capacity"), [(40, 40), (2**62, 128)])

@@ -90,7 +90,7 @@ APPLICATION = Application(
     vocabularies=("vocabulary",),
     counted={"classes": lambda data: len(data.labels or ("", ""))},  # two until the labels are known
     tokenizers=("tokenizer",),
-    reading=("labels", "max_length"),
+    corpus=("dataset", "train_text", "valid_text", "test_text", "size"),
     automatic=(*CHOSEN, "layers", "batch_sentences"),
 )
 

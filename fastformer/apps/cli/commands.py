@@ -166,7 +166,7 @@ def export(
         export_ctranslate2(to, model, tokenizers, quantization or "float32")  # type: ignore[arg-type]
     else:
         data = application.data(**application.read_config(run)["data"])
-        export_safetensors(to, model, tokenizers, {name: getattr(data, name) for name in application.reading})
+        export_safetensors(to, model, tokenizers, application.settings_of_text(data))
     console.print(f"{to}: {', '.join(sorted(path.name for path in to.iterdir()))}")
 
 

@@ -10,7 +10,7 @@ from fastformer.apps.cli.console import Device, app, choose_device, console
 from fastformer.apps.cli.options import TRAIN, App, flag, with_settings
 from fastformer.apps.models.sizes import describe_model
 from fastformer.apps.runs.application import PRETRAINED
-from fastformer.apps.runs.folder import CONFIG, MAIN, refuse_output
+from fastformer.apps.runs.folder import CONFIG, MAIN, is_config_of_run, read_run_section, refuse_output
 from fastformer.apps.runs.run import Run
 from fastformer.apps.text import DATASETS, prepare
 from fastformer.apps.train import Processes, join_processes, read_metrics
@@ -94,14 +94,20 @@ def _create(
     if config is not None:
         refuse_output(folder / CONFIG, config)
         settings = {name: values | flags[name] for name, values in application.read_settings(config).items()}
+        if settings["data"].get("tokenizer") == PRETRAINED and pretrained is None:
+            origin = read_run_section(config).origin
+            pretrained = None if origin is None else Path(origin)
     begun = {} if pretrained is None else {"tokenizer": PRETRAINED}
     data, train = application.data(**begun | settings["data"]), application.train(**settings["train"])
     model, named = settings["model"], {name: set(values) for name, values in settings.items()}
-    # A file may state defaults that have no effect, as the config.toml of a run does.
+    # A file may state defaults that have no effect, and the config.toml of a run other settings, too.
     kinds = {"data": application.data, "model": application.model, "train": application.train}
+    of_run = config is not None and is_config_of_run(config)
     checked = {
         section: {
-            name for name, x in values.items() if name in flags[section] or x != getattr(kinds[section], name, None)
+            name
+            for name, x in values.items()
+            if name in flags[section] or not (of_run or x == getattr(kinds[section], name, None))
         }
         for section, values in settings.items()
     }

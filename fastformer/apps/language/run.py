@@ -133,7 +133,7 @@ APPLICATION = Application(
     length="context",
     vocabularies=("vocabulary",),
     tokenizers=("tokenizer",),
-    reading=("context", "stream"),
+    corpus=("dataset", "train_text", "valid_text", "test_text", "size"),
     automatic=(*CHOSEN, "layers", "context", "batch_tokens"),
 )
 

@@ -1,6 +1,5 @@
 """`Application`: describe one kind of run; read, write and check the run folders and exported models of that kind."""
 
-import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import MISSING, dataclass, field, fields, replace
 from importlib import import_module
@@ -13,7 +12,17 @@ from torch import nn
 
 from fastformer.apps.models.settings import fitting_shape
 from fastformer.apps.models.sizes import check_memory
-from fastformer.apps.runs.folder import CONFIG, KINDS, RunConfig, load_toml, read_kind, read_run_section, save_toml
+from fastformer.apps.runs.folder import (
+    CONFIG,
+    KINDS,
+    RunConfig,
+    is_config_of_run,
+    load_toml,
+    read_export,
+    read_kind,
+    read_run_section,
+    save_toml,
+)
 from fastformer.apps.settings import Given, Settings, befores, reject_unused_options
 from fastformer.apps.text import SpecialIds, Tokenizer, load_tokenizer
 from fastformer.apps.train import (
@@ -48,7 +57,7 @@ class Application:
     length: str  # setting of `data` that limits the length of sequences
     vocabularies: tuple[str, ...]  # settings of `model` that are the sizes of the tokenizers
     tokenizers: tuple[str, ...]  # their folders within the run folder
-    reading: tuple[str, ...]  # settings of `data` that a model cannot be used without
+    corpus: tuple[str, ...]  # settings of `data` that name the text, either of the first two, and its size
     automatic: tuple[str, ...] = ()  # settings that the command chooses if they are not given
     pretrained: Callable[[Path], tuple[Tokenizer, ...]] | None = None  # reads the tokenizers of a model of transformers
     counted: Mapping[str, Callable[[Any], int]] = field(
@@ -59,6 +68,10 @@ class Application:
     def derived(self) -> dict[str, str]:
         """The settings of `model` that users cannot give, each with the source it is computed from."""
         return _derived(self.model)
+
+    def settings_of_text(self, data: Any) -> dict[str, Any]:
+        """Return the settings of `data` that hold for other text too, of a run that begins with this run's model."""
+        return {name: value for name, value in vars(data).items() if name not in (*self.corpus, "tokenizer")}
 
     def model_config(self, model: Mapping[str, Any], tokenizers: Sequence[Any], data: Any) -> Any:
         """Return the configuration of a model from its settings, the tokenizers and the data.
@@ -105,17 +118,18 @@ class Application:
     ) -> tuple[nn.Module, tuple[Tokenizer, ...], dict[str, Any], Any]:
         """Return the model that a run begins with, its tokenizers, and the settings of the run's model and data.
 
-        folder: a run (its best weights), an exported model, or a model of transformers. model: dropout rates only. Of
-        `data`, the folder's settings replace those that were not given (None: all were given). Raises ValueError if
-        runs of this kind cannot begin with it; also the errors of `load` and `pretrained`.
+        folder: a run (its best weights), an exported model, or a model of transformers. model: may change dropout rates
+        only. Of `data`, the folder's settings replace those that were not given (None: all were given). Raises
+        ValueError if runs of this kind cannot begin with it, or no text is given; also the errors of `load` and
+        `pretrained`.
         """
-        if fixed := [name for name in model if name not in RATES]:
-            raise ValueError(f"{', '.join(fixed)}: set by the model of {folder}; only {', '.join(RATES)} may be given")
+        if given is not None and not {*self.corpus[:2]} & {*given["data"]}:
+            raise ValueError(f"--from needs text to train on: give {' or '.join(self.corpus[:2])}")
         before: dict[str, Any] = {}
         if (folder / CONFIG).is_file():
             initial, tokenizers, read = self.load(folder)
-            before = {name: getattr(read, name) for name in self.reading}
-        elif (export := _read_export(folder)) is not None:
+            before = self.settings_of_text(read)
+        elif (export := read_export(folder)) is not None:
             if (kind := export["kind"]) != self.kind:
                 raise ValueError(f"{folder} holds a {application_of(kind).title} model")
             initial, before = load_safetensors(folder).float(), export.get("data", {})
@@ -131,6 +145,8 @@ class Application:
         user_data = before if given is None else given["data"]
         changes = {name: x for name, x in before.items() if name in _derived(self.data) or name not in user_data}
         settings = {name: value for name, value in vars(initial.config).items() if name not in self.derived}
+        if fixed := [name for name, value in model.items() if name not in RATES and value != settings.get(name)]:
+            raise ValueError(f"{', '.join(fixed)}: set by the model of {folder}; only {', '.join(RATES)} may be given")
         return initial, tokenizers, {**settings, **model}, replace(data, **changes)
 
     def save_settings(self, folder: Path, data: Any, model: Any, train: TrainConfig, origin: str | None = None) -> None:
@@ -171,10 +187,9 @@ class Application:
             other = application_of(kind)
             raise ValueError(f"{path} is for a {other.title} run; use `{other.command}`")
         sections = self._load(path)
-        is_of_run = path.name == CONFIG and (path.parent / "checkpoints").is_dir()
         for section, settings in (("data", self.data), ("model", self.model)):
             for name, source in _derived(settings).items():
-                if is_of_run:
+                if is_config_of_run(path):
                     sections[section].pop(name, None)
                 elif name in sections[section]:
                     raise ValueError(f"{path}: [{section}] {name} is set from {source}; leave it out")
@@ -264,7 +279,7 @@ def load_safetensors(folder: Path | str) -> Any:
     Raises:
         fastformer.apps.train.CheckpointError: the folder holds no exported model, or a damaged one.
     """
-    path, content = Path(folder) / "model.safetensors", _read_export(folder)
+    path, content = Path(folder) / "model.safetensors", read_export(folder)
     if content is None:
         raise CheckpointError(f"{folder}: holds no exported model, or its config.json is damaged")
     try:
@@ -278,14 +293,3 @@ def load_safetensors(folder: Path | str) -> Any:
     model = application.network(config).to(getattr(torch, content["dtype"]))
     load_weights(model, path)
     return model.eval()
-
-
-def _read_export(folder: Path | str) -> dict[str, Any] | None:
-    """Return the config.json of an exported model, with its kind and settings of data; None for other folders."""
-    try:
-        content = json.loads((Path(folder) / "config.json").read_bytes())
-    except (OSError, ValueError, RecursionError):
-        return None
-    if not isinstance(content, dict) or "kind" not in content:
-        return None
-    return content if isinstance(content.get("data", {}), dict) else None

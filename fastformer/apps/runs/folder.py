@@ -9,6 +9,7 @@ A run folder describes itself, so that its path suffices to resume, evaluate or 
     metrics.jsonl    losses, speed, validation scores; metrics.csv the same
 """
 
+import json
 import os
 import tomllib
 from collections.abc import Collection, Mapping
@@ -46,9 +47,25 @@ def config_of(folder: Path | str) -> Path:
     if not path.is_file():
         if not path.parent.exists():
             raise FileNotFoundError(f"there is no folder {folder}")
-        exported = "; it holds an exported model, which --from takes" if (path.parent / "config.json").is_file() else ""
+        exported = "; it holds an exported model, which --from takes" if read_export(folder) is not None else ""
         raise FileNotFoundError(f"{folder} is not a run folder: it has no config.toml{exported}")
     return path
+
+
+def is_config_of_run(path: Path) -> bool:
+    """Return whether a file of settings is that of a run, which states all settings, used and unused."""
+    return path.name == CONFIG and (path.parent / "checkpoints").is_dir()
+
+
+def read_export(folder: Path | str) -> dict[str, Any] | None:
+    """Return the config.json of a model exported as safetensors, with its kind and settings of data; else None."""
+    try:
+        content = json.loads((Path(folder) / "config.json").read_bytes())
+    except (OSError, ValueError, RecursionError):
+        return None
+    if not isinstance(content, dict) or "kind" not in content:
+        return None
+    return content if isinstance(content.get("data", {}), dict) else None
 
 
 def read_kind(folder: Path | str) -> str:

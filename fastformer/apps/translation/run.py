@@ -203,7 +203,10 @@ APPLICATION = Application(
     length="max_length",
     vocabularies=("source_vocabulary", "target_vocabulary"),
     tokenizers=("tokenizer/source", "tokenizer/target"),
-    reading=("max_length",),
+    corpus=(
+        *("dataset", "train_source", "source", "target", "train_target", "valid_source", "valid_target"),
+        *("test_source", "test_target", "valid_size", "test_size", "train_size"),
+    ),
     automatic=(*CHOSEN, "encoder_layers", "decoder_layers", "embeddings", "batch_tokens", "schedule"),
     pretrained=read_marian,
 )

@@ -119,7 +119,7 @@ def test_a_run_begins_with_the_weights_and_lowers_their_loss(run: Path, folder: 
 )
 def test_settings_of_the_folders_model_are_refused(folder: Path, tmp_path: Path, options: str, message: str) -> None:
     kind, options = ("lm", "") if options == "lm" else ("", options)
-    text = f"train {kind} --from {folder} --run {tmp_path}/run {options} --steps 1 --device cpu"
+    text = f"train {kind} --from {folder} --dataset numbers --run {tmp_path}/run {options} --steps 1 --device cpu"
     ended = CliRunner().invoke(app, text.split())
     assert ended.exit_code != 0
     assert message in " ".join((ended.output + str(ended.exception)).split())

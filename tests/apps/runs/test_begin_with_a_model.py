@@ -9,7 +9,7 @@ pytest.importorskip("typer", reason="the command line needs the extra `apps`")
 
 from fastformer.apps.export import export_safetensors
 from fastformer.apps.runs.application import application_of
-from fastformer.apps.runs.folder import read_run_section
+from fastformer.apps.runs.folder import RunConfig, read_run_section, save_toml
 from fastformer.apps.train import CheckpointFolder
 from tests.apps.conftest import LINES
 from tests.support.command_line import fastformer
@@ -40,7 +40,7 @@ def test_a_run_begins_with_the_weights_tokenizers_and_lengths_of_another(runs, f
     if exported:
         model, tokenizers, data = application.load(origin)
         origin = folder / "exported"
-        export_safetensors(origin, model, tokenizers, data={name: getattr(data, name) for name in application.reading})
+        export_safetensors(origin, model, tokenizers, application.settings_of_text(data))
     done = fastformer(*COMMANDS[kind].split(), *SMALL.split(), "--from", str(origin), "--run", "new", cwd=folder)
     assert done.returncode == 0, done.stderr
     before = weights(application, runs / kind)
@@ -59,14 +59,15 @@ def test_a_run_begins_with_the_weights_tokenizers_and_lengths_of_another(runs, f
         ("language", "", "is a language-model run"),
         ("translation", "--d-model 16", "d_model: set by the model of"),
         ("translation", "--vocabulary 50", "vocabulary has an effect only"),
+        ("translation", None, "--from needs text to train on: give dataset or train_source"),
         ("", "", "no model of transformers, there is no config.json"),
     ],
 )
 def test_what_a_run_cannot_begin_with_is_one_line(runs, folder, origin, options, message):
     (folder / "empty").mkdir()
     origin = runs / origin if origin else folder / "empty"
-    command = f"{COMMANDS['translation']} {SMALL} --from {origin} {options} --run new"
-    done = fastformer(*command.split(), cwd=folder)
+    command = "train" if options is None else f"{COMMANDS['translation']} {options}"
+    done = fastformer(*command.split(), *SMALL.split(), "--from", str(origin), "--run", "new", cwd=folder)
     assert (done.returncode, done.stderr.count("\n")) == (2, 1)
     assert message in done.stderr
     assert not (folder / "new").exists()
@@ -100,3 +101,31 @@ def test_settings_of_training_that_are_left_out_are_chosen(runs, folder, kind):
     assert sections["model"] == application.read_config(runs / kind)["model"]
     if kind == "translation":
         assert sections["train"]["schedule"] == "linear"
+
+
+SETTINGS = {
+    "translation": {"bleu_tokenizer": "char", "too_long": "truncate", "vocabulary": 50, "lowercase": True},
+    "language": {"document": "line", "held_out": 0.3, "stream": "columns", "columns": 3},
+    "classification": {"held_out": 0.3, "lowercase": True},
+}
+
+
+@pytest.mark.parametrize("kind", COMMANDS)
+def test_settings_of_the_text_stay_and_the_configuration_repeats_the_run(runs, folder, kind):
+    application, first = application_of(kind), shutil.copytree(runs / kind, folder / "first")
+    sections = {name: dict(values) for name, values in application.read_config(first).items()}
+    sections["data"] |= SETTINGS[kind]
+    save_toml(first / "config.toml", {"run": RunConfig(kind), **sections})
+    again = " ".join(COMMANDS[kind].split()[: 1 + (kind != "translation")])
+    for command in (
+        f"{COMMANDS[kind].replace('--held-out 0.2', '')} --from first --run second",
+        f"{again} --config second/config.toml --run third",
+        f"{again} --config second/config.toml --from first --run fourth",
+    ):
+        done = fastformer(*command.split(), *SMALL.split(), cwd=folder)
+        assert done.returncode == 0, done.stderr
+    second, *others = (application.read_config(folder / name) for name in ("second", "third", "fourth"))
+    assert {name: second["data"][name] for name in SETTINGS[kind]} == SETTINGS[kind]
+    assert second["data"]["tokenizer"] == "pretrained"
+    assert others == [second] * 2
+    assert read_run_section(folder / "third" / "config.toml").origin == str(first)

@@ -31,7 +31,7 @@ def _check_name(name: str, origin: str) -> Backend:
 class _Process:
     def __init__(self) -> None:
         # Checked on first use, not here: a failing import would show users of the command line a stack trace.
-        self.backend: str = os.environ.get(ENVIRONMENT_VARIABLE, "auto")
+        self.backend: str = os.environ.get(ENVIRONMENT_VARIABLE) or "auto"
 
 
 process = _Process()

@@ -214,8 +214,9 @@ def info(run: Annotated[Path | None, typer.Option(help="run folder to describe, 
         described = describe_model(application.network, application.model(**application.read_config(run)["model"]))
         checkpoints = CheckpointFolder(run / "checkpoints")
         best, last = (path.name if path else "none" for path in (checkpoints.best(), checkpoints.last()))
+        value = "" if checkpoints.best() is None else f" (value {checkpoints.best_value()})"
         lines.append(f"{run}: {application.title} run, {described}")
-        lines.append(f"  checkpoints: best {best} (value {checkpoints.best_value()}), last {last}")
+        lines.append(f"  checkpoints: best {best}{value}, last {last}")
     console.print("\n".join(lines))
 
 

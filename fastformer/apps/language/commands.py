@@ -39,7 +39,9 @@ def generate(
         list[str] | None, typer.Argument(help="one or several prompts; without one, the model starts a text")
     ] = None,
     run: RunFolder = RUN,
-    prompt_file: Annotated[Path | None, typer.Option(help="file or pipe of prompts, one a line")] = None,
+    prompt_file: Annotated[
+        Path | None, typer.Option(help="file or pipe of prompts, one a line; /dev/stdin: standard input")
+    ] = None,
     output: Output = None,
     batch_size: Annotated[int, whole_number("texts written at a time")] = 32,
     checkpoint: Checkpoint = "best",

@@ -53,7 +53,14 @@ def write_weights(path: Path, weights: Mapping[str, Tensor]) -> None:
             stored[name] = tensor.detach().to("cpu", copy=True, memory_format=torch.contiguous_format)
         else:
             copies[name] = first
-    path.write_bytes(save(stored, metadata={"format": "pt", **copies}))
+    content = save(stored, metadata={"format": "pt", **copies})
+    size = int.from_bytes(content[:8], "little")
+    header = json.loads(content[8 : 8 + size])
+    header["__metadata__"] = dict(sorted(header["__metadata__"].items()))  # `save` writes it in a random order
+    text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode().ljust(size)
+    with path.open("wb") as file:
+        for part in (content[:8], text, memoryview(content)[8 + size :]):
+            file.write(part)
 
 
 def read_weights(path: Path) -> dict[str, Tensor]:

@@ -150,7 +150,7 @@ def evaluate_run(
         put_lines(translations, output)
     is_beam = options.beam > 1 and not options.sample
     beam = f"beam {options.beam}, length penalty {options.length_penalty}"
-    console.print(f"{corpus}; {beam if is_beam else options.search}")
+    console.print(f"{corpus}; {beam if is_beam else options.search}; checkpoint {checkpoint}")
     console.print(str(scores))
 
 

@@ -64,7 +64,7 @@ def test_a_translation_model_is_trained_described_and_evaluated(tmp_path: Path) 
         assert done.returncode == 0, done.stderr
         assert re.search(rf"BLEU \d+\.\d+ \(nrefs:1\|case:mixed\|.*tok:{tokenizer}", done.stdout)
         assert re.search(r"chrF \d+\.\d+ \(nrefs:1", done.stdout)
-        assert "pairs; greedy search\n" in done.stdout
+        assert "pairs; greedy search; checkpoint best\n" in done.stdout
     done = fastformer(*["train", "--config", "run/config.toml", "--seed", "2", "--run", "again"], cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     settings = [(tmp_path / name / "config.toml").read_text().splitlines() for name in ("run", "again")]

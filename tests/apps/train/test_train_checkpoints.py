@@ -80,6 +80,15 @@ def test_overlapping_and_strided_tensors_are_stored_as_they_are(tmp_path):
     assert all(torch.equal(loaded[name], tensor) for name, tensor in weights.items())
 
 
+def test_equal_weights_are_equal_files(tmp_path):
+    weights = dict.fromkeys("öabcdefg", torch.arange(3.0))  # tied: named in the header, whose order safetensors draws
+    files = [tmp_path / f"{i}.safetensors" for i in range(5)]
+    for path in files:
+        write_weights(path, weights)
+    assert len({path.read_bytes() for path in files}) == 1
+    assert read_weights(files[0]).keys() == weights.keys()
+
+
 def test_the_last_k_checkpoints_and_the_best_stay(tmp_path):
     checkpoints = saved(tmp_path, 1, keep=2)
     checkpoints.mark_best(tmp_path / "step-1", 0.5)

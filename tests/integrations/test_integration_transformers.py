@@ -115,7 +115,7 @@ def test_switching_a_model():
 @pytest.mark.parametrize(("way", "name"), [("attention", "mistral"), ("attention", "t5"), ("layers", "llama")])
 def test_compiles_in_one_graph(name, way, packed_calls):
     """Of padded batches, with one layer."""
-    inputs = pairs(name, "right")
+    inputs = pairs(name, "right") | {"use_cache": False}  # which torch 2.11 cannot compile
     real = inputs["labels"] != -100
     model = fast(
         name, way, **({"num_layers": 1, "num_decoder_layers": 1} if name == "t5" else {"num_hidden_layers": 1})

@@ -83,7 +83,7 @@ ptxas-%:  ## every launch configuration with another ptxas of the package index,
 	export TRITON_PTXAS_PATH=$$(realpath .ptxas/$*/nvidia/cu*/bin/ptxas); \
 	  TRITON_PTXAS_BLACKWELL_PATH=$$TRITON_PTXAS_PATH $(PYTHON) -m benchmarks.codegen --jobs $(JOBS) | tail -n 60
 
-# With 2.11, the oldest that is supported, 31 tests failed on 2026-11-25 that pass with the 2.13 of CI. 6 GB with CUDA.
+# With 2.11, the oldest that is supported, 5 tests of benchmarks.codegen fail: the budget is that of newer Triton. 6 GB with CUDA.
 torch-%:  ## every test with another torch and the Triton that it brings, such as torch-2.11.0, in an environment of its own
 	$(PYTHON) -m venv .torch/$*
 	grep -vE '^(torch|triton)==' constraints.txt > .torch/$*/constraints.txt

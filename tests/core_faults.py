@@ -9,6 +9,7 @@ the tests. Each row is a fragment that occurs exactly once in the file, what sta
 
 from tests.support.faults import Fault, main
 
+HEADS = "functional/test_packing.py::test_heads_are_spread_from_parts_of_wider_rows"
 PACK = "functional/test_packing.py::test_a_layout_says_where_each_token_lies_and_packing_moves_each_once"
 VALUES = "functional/test_attention.py::test_values_and_gradients_are_those_of_the_formula"
 SPANS = "functional/test_attention.py::test_padding_of_long_sequences_costs_nothing"
@@ -99,6 +100,10 @@ ROWS: dict[str, list[tuple[str, str, str]]] = {
         ("real = ~padding", "real = padding", PACK),
         ("torch.arange(total, device=device) - offsets[rows]", "torch.arange(total, device=device)", PACK),
         ("flat.index_fill_(0, self.origin, True)", "flat.index_fill_(0, self.slots, True)", PACK),
+        ("step = x.stride(0) // K", "step = H", HEADS),
+        ("x.stride()[1:] != (K, 1) or ", "", HEADS),
+        (" or x.stride(0) % K:", ":", HEADS),
+        (".index_fill_(0, empty, 0.0)", "", HEADS),
         ("origin % L * B + origin // L", "origin // L * B + origin % L", PACK),
         ("return self.total == self.batch * self.max_length", "return True", PACK),
         ("padded.narrow(1 if batch_first else 0, 0, layout.columns)",

@@ -13,6 +13,7 @@ from torch.autograd import gradcheck
 import fastformer
 from fastformer.functional import packed_attention
 from fastformer.packing import Layout, from_nested, pack, to_nested, unpack
+from fastformer.packing.layout import RowMap
 from tests.support.closeness import assert_close, assert_derivatives, assert_same, gradients, random
 from tests.support.fused_op import DEVICE, needs_kernels
 
@@ -167,3 +168,26 @@ def test_first_and_second_derivative(lengths):
     for function, x in ((pack, random(2, layout.max_length + 1, 2)), (unpack, random(layout.total, 2))):
         assert_derivatives(lambda x, function=function: function(x, layout) ** 2, [x])
         assert gradcheck(lambda x, function=function: function(x, layout) ** 2, x, check_forward_ad=True)
+
+
+# Heads [5, 2, 4] of rows [5, 20].
+PARTS = {
+    "the first of wider rows": lambda x: x[:, :8].view(5, 2, 4),
+    "the second of wider rows": lambda x: x[:, 8:16].view(5, 2, 4),
+    "behind half a head": lambda x: x[:, 2:10].view(5, 2, 4),
+    "rows of no multiple of a head": lambda x: x.view(-1)[:95].view(5, 19)[:, 1:9].view(5, 2, 4),
+    "one row for all": lambda x: x[:1, :8].expand(5, 8).view(5, 2, 4),
+    "heads of which each second number counts": lambda x: x[:, :16].view(5, 2, 8)[..., ::2],
+    "numbers before heads": lambda x: x[:, :8].view(5, 4, 2).transpose(1, 2),
+}
+
+
+@pytest.mark.parametrize("part", PARTS)
+@pytest.mark.parametrize("tokens", [5, 1])
+def test_heads_are_spread_from_parts_of_wider_rows(part, tokens):
+    slots = torch.tensor([9, 0, 3, 11, 4, 5, 1, 8, 2, 10])[: 2 * tokens]
+    rows, wide = RowMap.of(slots, 12, heads=2), random(5, 20)
+    heads = PARTS[part](wide)[:tokens]
+    expected = torch.zeros(12, 4, dtype=wide.dtype).index_copy(0, slots, heads.flatten(0, 1))
+    assert torch.equal(rows.spread_heads(heads.detach()), expected)
+    assert_same(rows.spread_heads(heads), expected, [wide])

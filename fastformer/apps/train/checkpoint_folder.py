@@ -115,9 +115,7 @@ class CheckpointFolder:
     def open(self) -> Checkpoint:
         """Open the last checkpoint; raises CheckpointError if there is none, or its meta.json is damaged."""
         if (last := self.last()) is None:
-            raise CheckpointError(
-                f"{self.folder}: holds no checkpoint; begin the run again, without --resume"
-            )
+            raise CheckpointError(f"{self.folder}: holds no checkpoint; begin the run again, without --resume")
         return Checkpoint.open(last)
 
     def index(self) -> dict[str, Any]:

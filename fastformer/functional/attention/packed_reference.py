@@ -124,7 +124,8 @@ def _plan(layout: Layout, key_layout: Layout, heads: int, key_heads: int) -> Pla
             hidden = torch.arange(S, device="cpu") >= k[:, None, None]
             bias = torch.zeros(len(k), 1, S, device="cpu").masked_fill_(hidden, -math.inf)
         groups.append(Group(end - first, T, S, q, k, shortest, bias))
-    rows = [RowMap.of(x, places) for x, (_, places) in zip(slots, maps, strict=True)]
+    numbers = (heads, key_heads)[: len(maps)]
+    rows = [RowMap.of(x, places, n) for x, (_, places), n in zip(slots, maps, numbers, strict=True)]
     return Plan(groups, (rows[0], rows[-1]) if rows else None)
 
 
@@ -147,7 +148,7 @@ def packed_attention(
         # A copy, as for other batches: callers may view the output, and change it in place.
         return out.clone(memory_format=torch.contiguous_format).flatten(0, 1)
     rows, key_rows = plan.rows
-    q, k, v = rows.spread(q.flatten(0, 1)), key_rows.spread(k.flatten(0, 1)), key_rows.spread(v.flatten(0, 1))
+    q, k, v = rows.spread_heads(q), key_rows.spread_heads(k), key_rows.spread_heads(v)
     of_queries = q.split_with_sizes([H * group.sequences * group.queries for group in plan.groups])
     sizes = [Hkv * group.sequences * group.keys for group in plan.groups]
     outs = []

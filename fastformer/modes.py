@@ -93,10 +93,6 @@ def readable(x: Tensor) -> bool:
 
 def has_values(x: Tensor) -> bool:
     """Return whether the values of x, on any device, may decide what runs: they exist, and are those of this batch."""
-    if compiling() or tracing_state() is not None or x.is_meta or isinstance(x, FakeTensor):
+    if is_recording_graph() or x.is_meta or isinstance(x, FakeTensor) or capturing(x):
         return False
-    if dispatch_modes() > 0 and is_recording_graph():
-        return False
-    if functorch_level() is not None and (in_functionalize() or is_batched_tensor(x)):
-        return False
-    return not (x.is_cuda and capturing(x))
+    return functorch_level() is None or not (in_functionalize() or is_batched_tensor(x))

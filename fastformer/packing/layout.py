@@ -50,13 +50,13 @@ class RowMap(NamedTuple):
         """Read the rows from their slots: `[N, ...]` -> `[M, ...]`. Differentiable."""
         # Compilers, modes and transforms differentiate torch's own ops.
         if x.requires_grad and torch.is_grad_enabled() and not needs_dispatcher():
-            return _Move.apply(x, self.slots, self.inverse, False)  # type: ignore[no-untyped-call, no-any-return]
+            return _Move.apply(x, self, False)  # type: ignore[no-untyped-call, no-any-return]
         return x.index_select(0, self.slots)
 
     def spread(self, x: Tensor) -> Tensor:
         """Write the rows to their slots, zeros elsewhere: `[M, ...]` -> `[N, ...]`. Differentiable."""
         if x.requires_grad and torch.is_grad_enabled() and not needs_dispatcher():
-            return _Move.apply(x, self.slots, self.inverse, True)  # type: ignore[no-untyped-call, no-any-return]
+            return _Move.apply(x, self, True)  # type: ignore[no-untyped-call, no-any-return]
         if compiling():
             return x.new_zeros(self.inverse.numel(), *x.shape[1:]).index_copy(0, self.slots, x)
         return torch.cat([x, x.new_zeros(1, *x.shape[1:])]).index_select(0, self.inverse)
@@ -80,17 +80,13 @@ class _Move(torch.autograd.Function):
     """`RowMap.spread` or `gather`, each the derivative of the other; torch's own index_select adds in its backward."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, slots: Tensor, inverse: Tensor, spread: bool) -> Tensor:
-        ctx.save_for_backward(slots, inverse)
-        ctx.spread = spread
-        if spread:
-            return torch.cat([x, x.new_zeros(1, *x.shape[1:])]).index_select(0, inverse)
-        return x.index_select(0, slots)
+    def forward(ctx: Any, x: Tensor, rows: RowMap, spread: bool) -> Tensor:
+        ctx.rows, ctx.spread = rows, spread
+        return rows.spread(x) if spread else rows.gather(x)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        rows = RowMap(*ctx.saved_tensors)
-        return rows.gather(grads[0]) if ctx.spread else rows.spread(grads[0]), None, None, None
+        return ctx.rows.gather(grads[0]) if ctx.spread else ctx.rows.spread(grads[0]), None, None
 
 
 class _SpreadHeads(torch.autograd.Function):
@@ -246,7 +242,7 @@ class Layout:
         other: the layout of the keys, if the value depends on it; the value for the last one is kept.
         """
         # No cache while compiling or capturing, when tensors have no values; a layout in place is of the captured step.
-        if compiling() or (self.offsets.is_cuda and self.known and capturing(self.offsets)):
+        if compiling() or (self.known and capturing(self.offsets)):
             return make()
         other = None if other is self else other  # a layout that refers to itself would wait for the garbage collector
         key = (name, other is None)

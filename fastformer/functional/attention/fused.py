@@ -6,13 +6,12 @@ other arguments are one record, `Arguments`: every schema has its fields, and th
 """
 
 import math
-from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from fastformer.functional.attention.rules import AttentionRules
+from fastformer.functional.attention.rules import AttentionRules, as_key_mask
 from fastformer.host.autograd_function import (
     Formula,
     call,
@@ -229,17 +228,6 @@ def _apply(
     return out, weights
 
 
-def _split_mask(mask: Tensor | None, key_mask: Tensor | None, B: int, S: int) -> tuple[Tensor | None, Tensor | None]:
-    """Turn a bool mask that is the same for all queries and heads into a key mask, whose hidden tiles are skipped."""
-    if mask is None:
-        return None, key_mask
-    shape: Sequence[int] = (1, 1, 1, 1, *mask.shape)[-4:]
-    if mask.dtype != torch.bool or shape[1] != 1 or shape[2] != 1:
-        return mask, key_mask
-    keys = mask.reshape(shape[0], shape[3]).expand(B, S)
-    return None, keys if key_mask is None else keys & key_mask
-
-
 def attention(
     q: Tensor, k: Tensor, v: Tensor, rules: AttentionRules, formula: Formula | None, wants_weights: bool = False
 ) -> tuple[Tensor, Tensor | None]:
@@ -249,7 +237,9 @@ def attention(
     """
     (B, _, T, _), S = q.shape, k.shape[2]
     bottom_right = rules.alignment == "bottom_right"
-    mask, key_mask = _split_mask(rules.mask, rules.key_mask, B, S)
+    mask, key_mask = rules.mask, rules.key_mask
+    if (keys := as_key_mask(mask, B, S)) is not None:  # as a key mask, its hidden tiles are skipped
+        mask, key_mask = None, keys if key_mask is None else keys & key_mask
     decoding = mask is None and rules.dropout_p == 0.0 and not wants_weights
     decoding = decoding and decodes(q, k, v, rules.distance_bias, rules.sinks)
     bounds = None

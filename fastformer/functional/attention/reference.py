@@ -16,7 +16,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fastformer.functional.attention.rules import AttentionRules, allowed_positions, open_dead_rows, with_distances
+from fastformer.functional.attention.rules import (
+    AttentionRules,
+    allowed_positions,
+    as_key_mask,
+    open_dead_rows,
+    with_distances,
+)
 from fastformer.functional.attention.spans import attend_in_spans, visible_spans
 from fastformer.functional.dropout import drop
 from fastformer.host.devices import autocasts, product_dtype
@@ -93,11 +99,6 @@ def _apply_weights(q: Tensor, k: Tensor, v: Tensor, rules: AttentionRules) -> tu
     return weighted_sum(weights, v), weights.to(product_dtype(q)) if widens(q) else weights
 
 
-def _harmless(dtype: torch.dtype) -> float:
-    """Return a bound below which products of two numbers, gradients and scales stay far from the dtype's maximum."""
-    return float(torch.finfo(dtype).max ** 0.25)
-
-
 def _blank(real: Tensor, *inputs: Tensor) -> tuple[Tensor, ...]:
     """Set `[B, H, L, K]` to zero where real `[B, L]` is False; return the inputs if their padding is harmless.
 
@@ -110,8 +111,9 @@ def _blank(real: Tensor, *inputs: Tensor) -> tuple[Tensor, ...]:
         if not columns.numel():
             return inputs
         first = int(columns[0])
+        harmless = torch.finfo(inputs[0].dtype).max ** 0.25  # gradients and scales are factors of products, too
         rows = (torch.linalg.vector_norm(x.detach()[:, :, first:], dim=-1) for x in inputs)  # slow over all dimensions
-        if all(bool((norms < _harmless(norms.dtype)).all()) for norms in rows):
+        if all(bool((norms < harmless).all()) for norms in rows):
             return inputs
     return tuple(x.masked_fill(hidden[:, None, :, None], 0.0) for x in inputs)
 
@@ -125,10 +127,8 @@ def blank_padding(q: Tensor, k: Tensor, v: Tensor, rules: AttentionRules) -> tup
     real_keys = [] if rules.key_mask is None else [rules.key_mask]
     if rules.key_lengths is not None:
         real_keys.append(torch.arange(k.shape[2], device=k.device) < rules.key_lengths[:, None])
-    if rules.mask is not None and rules.mask.dtype == torch.bool:
-        shape = (1, 1, *rules.mask.shape)[-4:]
-        if shape[1] == shape[2] == 1:
-            real_keys.append(rules.mask.reshape(shape[0], shape[3]).expand(k.shape[0], k.shape[2]))
+    if (keys := as_key_mask(rules.mask, k.shape[0], k.shape[2])) is not None:
+        real_keys.append(keys)
     if real_keys:
         k, v = _blank(reduce(torch.logical_and, real_keys), k, v)
     if rules.query_lengths is not None:

@@ -82,6 +82,14 @@ def allowed_positions(q: Tensor, k: Tensor, rules: AttentionRules) -> Tensor | N
     return reduce(torch.logical_and, allowed)
 
 
+def as_key_mask(mask: Tensor | None, B: int, S: int) -> Tensor | None:
+    """Return a bool mask that is the same for all queries and heads as a key mask `[B, S]`; None for other masks."""
+    if mask is None or mask.dtype != torch.bool:
+        return None
+    shape = (1, 1, 1, 1, *mask.shape)[-4:]
+    return mask.reshape(shape[0], shape[3]).expand(B, S) if shape[1] == shape[2] == 1 else None
+
+
 def open_dead_rows(mask: Tensor | None, allowed: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
     """Merge an arbitrary mask with the allowed positions.
 

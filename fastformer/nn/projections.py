@@ -226,7 +226,7 @@ def _is_mask(mask: Tensor, *shapes: tuple[int, ...]) -> bool:
 
 def check_attn_mask(attn_mask: Tensor, heads: int, layout: Layout, key_layout: Layout) -> None:
     """Raise what torch raises for an attn_mask that does not fit the padded batches of two layouts."""
-    check_types(("attn_mask",), attn_mask, optional=True)
+    check_types(("attn_mask",), attn_mask)
     if attn_mask.dtype != torch.bool and not attn_mask.is_floating_point():
         raise AssertionError(f"attn_mask must be bool or floating point, not {attn_mask.dtype}")
     columns = layout.columns, key_layout.columns

@@ -7,7 +7,6 @@ Letters: D model width, M rows, V vocabulary.
 """
 
 import math
-from functools import partial
 from typing import Any, Literal, get_args
 
 import torch
@@ -167,7 +166,7 @@ def _fused(tensors: tuple[Tensor | None, ...], settings: tuple[Tensor, int, floa
 
     Ignored rows cost their share of the matrix products, because skipping them needs their number on the host.
     """
-    formula = eager_formula(partial(_rows, settings), settings[0])
+    formula = eager_formula(lambda x, weight, bias: reference.plain_loss(x, weight, bias, *settings), settings[0])
     tensors = to_autocast(*tensors)
     if rows:
         return call(LinearCrossEntropyRows, *tensors, *settings, formula)  # type: ignore[no-any-return]
@@ -175,7 +174,3 @@ def _fused(tensors: tuple[Tensor | None, ...], settings: tuple[Tensor, int, floa
     needs_grad = [training and y is not None and y.requires_grad for y in tensors]
     total: Tensor = call(LinearCrossEntropySum, *tensors, *settings, needs_grad, formula)[0]
     return total
-
-
-def _rows(settings: tuple[Tensor, int, float], x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    return reference.linear_cross_entropy(x, weight, bias, *settings, rows=True)

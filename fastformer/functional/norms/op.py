@@ -158,7 +158,7 @@ def _norm(
         return (y if dtype is None else y.to(dtype)), s
     formula = eager_formula(lambda s, *parameters: _plain(centred, eps, s, s.shape[-1:], *parameters))
     added = torch.finfo(torch.float32).eps if eps is None else eps  # as in torch, for half precision too
-    dtype = dtype or output_dtype(NAMES[centred], x, *(() if residual is None else (residual,)))
+    dtype = dtype or _output_dtype(NAMES[centred], x, residual)
     if residual is None:
         y, _, _ = call(Norm, _as_rows(x, shape), *_as_row(*parameters), added, dtype, centred, formula)
         return (y if y.shape == x.shape else y.view(x.shape)), x
@@ -190,18 +190,15 @@ def _limit(op: str, *tensors: Tensor | None) -> str | None:
     return None
 
 
-def output_dtype(op: str, x: Tensor, *others: Tensor) -> torch.dtype:
-    """Return the dtype of a norm of x, or of its sum with others: float32 where torch's autocast on a GPU does so.
+def _output_dtype(op: str, x: Tensor, residual: Tensor | None) -> torch.dtype:
+    """Return the dtype of a norm of x, or of its sum with a residual: float32 where torch's autocast on a GPU does so.
 
     torch's autocast on a CPU does not change norms.
     """
     device = x.device.type
     if device in IN_FLOAT32[op] and torch.is_autocast_enabled(device):
         return torch.float32
-    dtype = x.dtype
-    for other in others:
-        dtype = torch.promote_types(dtype, other.dtype)
-    return dtype
+    return x.dtype if residual is None else torch.promote_types(x.dtype, residual.dtype)
 
 
 def _as_rows(x: Tensor, shape: tuple[int, ...]) -> Tensor:

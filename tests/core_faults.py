@@ -278,7 +278,7 @@ ROWS: dict[str, list[tuple[str, str, str]]] = {
          " or type(out_proj) not in OUT_PROJECTIONS:", CHANGED),
         (" or attention.softcap is not None", "",
          "nn/test_options.py::test_steps_equal_the_whole"),
-        ("x, _ = parts.add_norm(norm, run(x), x)", "x, residual = parts.add_norm(norm, run(x), x)",
+        ("x, _ = add_norm(norm, run(x), x)", "x, residual = add_norm(norm, run(x), x)",
          "nn/test_cache.py::test_steps_of_every_kind_of_layer_equal_the_whole_row"),
         ("torch.is_grad_enabled() or ", "", LEFT),
         ("not (mask is None and memory_mask is None)", "False", LEFT),

@@ -10,7 +10,7 @@ values, K head size.
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -34,33 +34,35 @@ from fastformer.packing import Layout
 Attention = Callable[[Tensor], Tensor]  # normalised input -> attention output
 
 
-class Parts(NamedTuple):
-    """How the parts of a layer between its matrix products are computed."""
-
-    add_norm: Callable[[nn.Module, Tensor, Tensor | None], tuple[Tensor, Tensor]]  # norm(x + residual), and the sum
-    activate: Callable[[Tensor, Any], Tensor]  # of the names in `functional.feed_forward`
-
-
-def _run(stack: Any, x: Tensor, attentions: Callable[[int, Any], tuple[Attention, ...]], parts: Parts) -> Tensor:
+def _run(
+    stack: Any,
+    x: Tensor,
+    attentions: Callable[[int, Any], tuple[Attention, ...]],
+    add_norm: Callable[[nn.Module, Tensor, Tensor | None], tuple[Tensor, Tensor]],
+    activate: Callable[[Tensor, Any], Tensor],
+) -> Tensor:
     """Run the layers of a stack, then its norm: `[T, D]` -> `[T, D]`.
 
-    attentions: returns a function for each attention of a layer, from the layer and its index.
+    Args:
+        attentions: returns a function for each attention of a layer, from the layer and its index.
+        add_norm: returns norm(x + residual), and the sum.
+        activate: applies an activation by its name in `functional.feed_forward`.
     """
     residual: Tensor | None = None  # still to be added to x, which the next norm does
     for index, layer in enumerate(stack.layers):
         modules = layer._modules
         for number, attend in enumerate((*attentions(index, layer), None), start=1):
             norm = modules[f"norm{number}"]
-            run = partial(_feed_forward, layer, parts.activate) if attend is None else attend
+            run = partial(_feed_forward, layer, activate) if attend is None else attend
             if layer.norm_first:
-                normalised, residual = parts.add_norm(norm, x, residual)
+                normalised, residual = add_norm(norm, x, residual)
                 x = run(normalised)
             else:
                 if residual is not None:  # of a pre-norm layer before this one
                     x, residual = residual + x, None
-                x, _ = parts.add_norm(norm, run(x), x)
+                x, _ = add_norm(norm, run(x), x)
     if stack.norm is not None:
-        return parts.add_norm(stack.norm, x, residual)[0]
+        return add_norm(stack.norm, x, residual)[0]
     return x if residual is None else residual + x
 
 
@@ -134,7 +136,7 @@ def run_one_token(stack: Any, x: Tensor, write: KVWrite, cache: Any) -> Tensor:
             return (own,)
         return own, partial(_memory_attention, modules["multihead_attn"], layer_cache, cache)
 
-    return _run(stack, x, attentions, Parts(_add_norm, _activate))
+    return _run(stack, x, attentions, _add_norm, _activate)
 
 
 def _self_attention(attention: Any, layer_cache: LayerCache, write: KVWrite, x: Tensor) -> Tensor:
@@ -254,7 +256,7 @@ def run_packed(
             return (own,)
         return own, partial(_attend_packed, modules["multihead_attn"], layout, memory_layout, False, memory)
 
-    return _run(stack, x, attentions, Parts(_add_norm_kernel, activate_kernel))
+    return _run(stack, x, attentions, _add_norm_kernel, activate_kernel)
 
 
 def _attend_packed(

@@ -78,20 +78,16 @@ def convert(model: nn.Module, *, padding_free: bool = True, sdpa: bool = False) 
     for name, module in model.named_modules():
         kind = type(module)
         new = DROP_INS.get(kind)
-        reason = _reason(module) if new is None or "forward" in module.__dict__ else None
+        outcome = "" if new is None else name_of(new)
+        reason = _reason(module)
+        if reason is None and new is None and sdpa and _MARK not in module.__dict__ and calls_sdpa(kind):
+            new, outcome, reason = subclass_calling_sdpa(kind), "calls fastformer.sdpa", _reason_of_instance(module)
         if reason is not None:
             report.left.append(Entry(name, name_of(kind), reason))
         elif new is not None:
             module.__class__ = new
             module.__dict__[_MARK] = kind
-            report.changed.append(Entry(name, name_of(kind), name_of(new)))
-        elif sdpa and _MARK not in module.__dict__ and calls_sdpa(kind):
-            if (reason := _reason_of_instance(module)) is not None:
-                report.left.append(Entry(name, name_of(kind), reason))
-                continue
-            module.__class__ = subclass_calling_sdpa(kind)
-            module.__dict__[_MARK] = kind
-            report.changed.append(Entry(name, name_of(kind), "calls fastformer.sdpa"))
+            report.changed.append(Entry(name, name_of(kind), outcome))
     for name, stack in model.named_modules():
         if not isinstance(stack, TransformerEncoder | TransformerDecoder):
             continue
@@ -153,7 +149,8 @@ def _reason(module: nn.Module) -> str | None:
         return "scripted" if original in {cls.__name__ for cls in DROP_INS} else None
     if isinstance(module, tuple(DROP_INS.values())) or not isinstance(module, tuple(DROP_INS)):
         return None
-    if (reason := _reason_of_instance(module)) is not None:
+    reason = _reason_of_instance(module)
+    if reason is not None or type(module) in DROP_INS:
         return reason
     if ".quantized" in type(module).__module__ or ".quantizable" in type(module).__module__:
         return "quantised"

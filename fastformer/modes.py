@@ -69,11 +69,9 @@ def is_batched_tensor(x: Tensor) -> bool:
 
 def is_recording_graph() -> bool:
     """Return whether the ops that run are recorded as a program, by torch.compile, export, a trace or make_fx."""
-    return compiling() or tracing_state() is not None or (dispatch_modes() > 0 and _proxy_mode() is not None)
-
-
-def _proxy_mode() -> Any:
-    return torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.PROXY)
+    if compiling() or tracing_state() is not None:
+        return True
+    return dispatch_modes() > 0 and torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.PROXY) is not None
 
 
 def in_functionalize() -> bool:

@@ -54,16 +54,13 @@ def is_unmodified(module: nn.Module, *types: type[nn.Module]) -> bool:
 
 
 def unmodified_children(module: nn.Module, types: Mapping[str, tuple[type[nn.Module], ...]]) -> set[str]:
-    """Return the names of the children that are `plain`, of the types listed for their name; norms of one dimension."""
+    """Return the names of children without hooks, of the types listed for their name; norms of one dimension only."""
     if has_global_hooks():
         return set()
     names: set[str] = set()
     for name, child in module._modules.items():
-        if type(child) in types.get(name, ()):
-            state = child.__dict__  # as in `has_own_hooks`, without a call for each child
-            hooks = state.get("_forward_hooks") or state.get("_forward_pre_hooks") or state.get("_backward_hooks")
-            changed = hooks or state.get("_backward_pre_hooks") or "forward" in state
-            if not changed and len(state.get("normalized_shape", ())) < 2:
+        if child is not None and type(child) in types.get(name, ()) and not has_own_hooks(child):
+            if len(child.__dict__.get("normalized_shape", ())) < 2:
                 names.add(name)
     return names
 

@@ -69,20 +69,13 @@ PREFERENCES: tuple[Preference, ...] = (
 )
 
 
-def preference(architecture: str | None, dtype: torch.dtype, use: Use, head_size: int, keys: int) -> Preference | None:
-    """Return the row that a plain call takes, or None if no row fits it."""
+def why_sdpa(architecture: str | None, dtype: torch.dtype, use: Use, head_size: int, keys: int) -> str | None:
+    """Return why SDPA takes a plain call, or None if the kernels do."""
     for row in PREFERENCES:
         if architecture in row.architectures and dtype in row.dtypes and use in row.uses:
             if head_size <= row.largest_head and (row.longest is None or keys <= row.longest):
-                return row
-    return None
-
-
-def why_sdpa(architecture: str | None, dtype: torch.dtype, use: Use, head_size: int, keys: int) -> str | None:
-    """Return why SDPA takes a plain call, or None if the kernels do."""
-    row = preference(architecture, dtype, use, head_size, keys)
-    if row is None:
-        return f"the kernels' speed is not known for {use} on {architecture}"
-    if row.speed >= 1.0:
-        return None
-    return f"the kernels have {row.speed:g} of SDPA's speed in {use} on {architecture}, {row.source} {row.date}"
+                if row.speed >= 1.0:
+                    return None
+                speed = f"the kernels have {row.speed:g} of SDPA's speed in {use} on {architecture}"
+                return f"{speed}, {row.source} {row.date}"
+    return f"the kernels' speed is not known for {use} on {architecture}"

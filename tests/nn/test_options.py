@@ -20,7 +20,7 @@ from tests.support.all_pairs import all_pairs
 from tests.support.masks import ahead, right
 
 D, H, B, L = 32, 4, 3, 9
-LENGTHS = [9, 4, 6]
+LENGTHS, SOURCE = [9, 4, 6], [7, 2, 3]
 OPTIONS: dict[str, dict[str, Any]] = {
     "kv_heads": {"kv_heads": 2},
     "head_size": {"head_size": 12},
@@ -64,8 +64,8 @@ def batch(length: int = L) -> Tensor:
     return torch.randn(B, length, D, dtype=torch.float64)
 
 
-def hidden(side: str) -> Tensor:
-    padding = right(LENGTHS, L)
+def hidden(side: str, lengths: list[int] = LENGTHS) -> Tensor:
+    padding = right(lengths, lengths[0])
     if side == "gaps":
         padding[0, 3] = padding[2, 1] = True
     return padding.flip(1) if side == "left" else padding
@@ -227,11 +227,6 @@ def test_an_option_that_is_set_later_counts_and_is_not_lost_to_torch(name):
     assert type(model[0]) is nn.MultiheadAttention
 
 
-def sided(side: str, length: int) -> Tensor:
-    padding = right([length, 2, 3], length)
-    return padding.flip(1) if side == "left" else padding
-
-
 @pytest.mark.parametrize(
     ("name", "target", "source"),
     [(name, *sides) for name in BY_POSITION for sides in (("right", "left"), ("left", "right"), ("right", "right"))],
@@ -239,11 +234,11 @@ def sided(side: str, length: int) -> Tensor:
 def test_cross_attention_counts_positions_in_columns(name, target, source):
     model = fastformer.Transformer(D, H, 1, 1, 16, 0.0, batch_first=True).eval()
     setattr(model.decoder.layers[0].multihead_attn, name, BY_POSITION[name])
-    x, memory, real = batch().float(), batch(7).float(), ~sided(target, L)
-    masks = {"tgt_key_padding_mask": ~real, "memory_key_padding_mask": sided(source, 7)}
+    x, memory, real = batch().float(), batch(7).float(), ~hidden(target)
+    masks = {"tgt_key_padding_mask": ~real, "memory_key_padding_mask": hidden(source, SOURCE)}
     for call in (
         lambda: model.decoder(x, memory, **masks),
-        lambda: model(memory, x, src_key_padding_mask=sided(source, 7), **masks),
+        lambda: model(memory, x, src_key_padding_mask=hidden(source, SOURCE), **masks),
     ):
         results = []
         for free in (True, False):
@@ -255,11 +250,12 @@ def test_cross_attention_counts_positions_in_columns(name, target, source):
 def test_packed_cross_attention_by_position_refuses_padding_on_the_left():
     module = fastformer.MultiheadAttention(D, H, batch_first=True, rotary=Rotary())
     x, memory = batch().float(), batch(7).float()
-    layout, to_left, to_right = (Layout.from_mask(x) for x in (right([L] * B, L), sided("left", 7), sided("right", 7)))
+    layout = Layout.from_lengths([L] * B)
+    to_left, to_right = (Layout.from_mask(hidden(side, SOURCE)) for side in ("left", "right"))
     with pytest.raises(ValueError, match="no padding on the left"):
         module.packed(pack(x, layout), layout, pack(memory, to_left), to_left)
     out = unpack(module.packed(pack(x, layout), layout, pack(memory, to_right), to_right), layout)
-    torch.testing.assert_close(out, module(x, memory, memory, sided("right", 7))[0])
+    torch.testing.assert_close(out, module(x, memory, memory, hidden("right", SOURCE))[0])
 
 
 @pytest.mark.parametrize("name", BY_POSITION)

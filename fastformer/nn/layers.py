@@ -143,8 +143,6 @@ class _Layer(nn.Module):
     def __setstate__(self, state: dict[str, Any]) -> None:
         # torch's own turns an activation that is a module into ReLU on deepcopy and pickle.
         nn.Module.__setstate__(self, state)  # type: ignore[no-untyped-call]
-        if not hasattr(self, "activation"):
-            self.activation = F.relu
 
     @property
     def attentions(self) -> tuple[nn.Module, ...]:

@@ -139,8 +139,6 @@ class Layout:
     known: bool = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
-        names = ("offsets", "positions", "slots", "origin")
-        check_tensors(names, self.offsets, (self.positions, self.slots, self.origin))
         self.__dict__.update(batch=self.lengths.numel(), total=self.positions.numel(), known=not self.lengths.is_meta)
 
     @classmethod

@@ -52,22 +52,17 @@ def runs_as_torch(x: Tensor) -> bool:
     return 0 < x.numel() <= _FEW_TOKENS * x.shape[-1] and not (needs_dispatcher() or autocasts(x))
 
 
-def take_over(module: nn.Module) -> None:
-    """Change the classes of a torch.nn module, its layers and their children to the drop-in classes, in place.
+def take_over_children(module: nn.Module) -> None:
+    """Change the classes of a module's children, and of their children, to the drop-in classes, in place.
 
     Only torch's own classes are changed, not subclasses, whose `forward` may differ.
     """
-    is_torchs_class = type(module) in DROP_INS
-    if is_torchs_class:
-        module.__class__ = DROP_INS[type(module)]
-    if is_torchs_class or isinstance(module, nn.ModuleList):
-        take_over_children(module)
-
-
-def take_over_children(module: nn.Module) -> None:
-    """Change the classes of a module's children as `take_over` does."""
     for child in module.children():
-        take_over(child)
+        is_torchs_class = type(child) in DROP_INS
+        if is_torchs_class:
+            child.__class__ = DROP_INS[type(child)]
+        if is_torchs_class or isinstance(child, nn.ModuleList):
+            take_over_children(child)
 
 
 def token_wise(part: T) -> T:

@@ -92,6 +92,7 @@ class _Layer(nn.Module):
 
     runs_packed = True
     part_types = PARTS
+    activation: Callable[[Tensor], Tensor]
 
     def __init_subclass__(cls) -> None:
         super().__init_subclass__()

@@ -14,6 +14,7 @@ from torch.nn.functional import _mha_shape_check  # type: ignore[attr-defined]
 
 from fastformer import functional
 from fastformer.host.devices import check_tensors, check_types
+from fastformer.modes import compiling
 from fastformer.nn.inspection import has_own_hooks
 from fastformer.nn.modules import drop_in, runs_as_torch
 from fastformer.nn.packed_input import causal_mask
@@ -21,7 +22,7 @@ from fastformer.nn.projections import OUT_PROJECTIONS, Projections, check_attn_m
 from fastformer.nn.rotary import Positions
 from fastformer.packing import Layout, offsets_of, pack, unpack
 
-_OPTIONS = {"_kv_heads", "window", "softcap", "rotary", "sinks"}
+_OPTIONS = {"_kv_heads", "window", "softcap", "rotary", "position_bias", "sinks"}
 
 
 @drop_in
@@ -218,13 +219,14 @@ class MultiheadAttention(Projections):
 
     @property
     def has_sinks(self) -> bool:
-        """Whether the module has sinks: a parameter, a pruned one (a tensor), or a parametrised one (of the class)."""
-        return "sinks" in self._parameters or "sinks" in self.__dict__ or hasattr(type(self), "sinks")
+        """Whether the module has sinks: as a parameter, a buffer, a tensor, or an attribute of the class."""
+        in_instance = "sinks" in self._parameters or "sinks" in self._buffers or "sinks" in self.__dict__
+        return in_instance or hasattr(type(self), "sinks") or (compiling() and hasattr(self, "sinks"))
 
     @property
     def by_distance(self) -> bool:
         """Whether scores depend on the distance between query and key."""
-        return self.window is not None or self._modules.get("position_bias") is not None
+        return self.window is not None or self._distances is not None
 
     @property
     def counts_positions(self) -> bool:
@@ -257,10 +259,15 @@ class MultiheadAttention(Projections):
         """Return the arguments of the op except masks and lengths; longest: of the sequences of queries and keys."""
         rules: dict[str, Any] = {"dropout_p": self.dropout if self.training else 0.0}
         if self.has_extra_options:
-            bias: Any = self._modules.get("position_bias")
+            bias = self._distances
             # By `getattr`, because pruning and parametrisation store a parameter elsewhere.
             rules |= {"window": self.window, "softcap": self.softcap, "sinks": getattr(self, "sinks", None)}
             if bias is not None:  # the modules need at least one position
                 bias = bias(max(longest, 1)).to(device)
             rules["distance_bias"] = bias
         return rules
+
+    @property
+    def _distances(self) -> Any:
+        """The position bias: a module, or a function that replaced it."""
+        return self._modules.get("position_bias", self.__dict__.get("position_bias"))

@@ -13,9 +13,9 @@ from torch.overrides import TorchFunctionMode
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from fastformer.functional.attention.op import attention
-from fastformer.functional.attention.reference import attention_over_zeros
+from fastformer.functional.attention.reference import attend_in_spans
 from fastformer.functional.attention.rules import AttentionRules
-from fastformer.functional.attention.spans import SHORTEST, Span, attend_in_spans, faster_in_spans, first_and_end
+from fastformer.functional.attention.spans import SHORTEST, Span, faster_in_spans, first_and_end
 from fastformer.functional.choice import unsupported
 from fastformer.modes import function_modes, has_values, needs_dispatcher
 
@@ -72,7 +72,7 @@ def sdpa(
         return out if visible.queries is None else out.masked_fill(~visible.queries[:, None, :, None], 0.0)
     assert visible.spans is not None
     rules = AttentionRules(causal=visible.causal, **options)
-    return attend_in_spans(attention_over_zeros, query, key, value, rules, visible.spans)
+    return attend_in_spans(query, key, value, rules, visible.spans)
 
 
 class CallsSdpa(TorchFunctionMode):

@@ -40,8 +40,8 @@ def assert_same_logits(name: str, mask: Tensor, inputs_of: Callable[[Any], dict[
     assert_close(packed, eager, ROUNDINGS)
 
 
-def reasons(model: nn.Module, **options: Any) -> str:
-    report = padding_free(model, **options)
+def reasons(model: nn.Module) -> str:
+    report = padding_free(model)
     assert not report.packed
     return " / ".join(entry.outcome for entry in report.padded)
 

@@ -22,11 +22,8 @@ pytestmark = [
 ]
 
 
-def band(rows: int, columns: int) -> Tensor:
-    """Each query ignores its third neighbour; no row is left without keys by any of the paddings above."""
-    return (torch.arange(rows)[:, None] - torch.arange(columns)).abs() == 3
-
-
+# Each query ignores its third neighbour, which leaves no row without keys under any padding.
+BAND = (torch.arange(T)[:, None] - torch.arange(T)).abs() == 3
 # What says who attends to whom among T targets.
 MASKS = {
     "none": lambda: {},
@@ -36,7 +33,7 @@ MASKS = {
     "causal, near": lambda: {"mask": AHEAD | AHEAD.T.tril(-2)},
     "causal, biased": lambda: {"mask": minus_infinity(AHEAD) + torch.randn(T, T, dtype=torch.float64).tril()},
     "the future is unlikely": lambda: {"mask": -AHEAD.double()},
-    "any": lambda: {"mask": band(T, T)},
+    "any": lambda: {"mask": BAND},
     "additive": lambda: {"mask": torch.randn(T, T, dtype=torch.float64)},
     "of each head": lambda: {"mask": torch.randn(B * H, T, T, dtype=torch.float64)},
 }
@@ -82,7 +79,7 @@ def test_causal_padding_on_the_left_is_each_sequence_alone(hidden):
 def test_a_decoder_computes_torchs_numbers_on_real_tokens_alone(padding, which, batch_first, tokens_seen):
     model, torchs = twins("TransformerDecoder", batch_first=batch_first)
     hidden, hidden_keys = PADDING[padding]
-    arguments = {"tgt_mask": band(T, T), "memory_mask": torch.randn(T, S, dtype=torch.float64)}
+    arguments = {"tgt_mask": BAND, "memory_mask": torch.randn(T, S, dtype=torch.float64)}
     if not hidden[:, 0].any():
         arguments = {"tgt_mask": minus_infinity(AHEAD), "tgt_is_causal": True}
     if which != "source":
@@ -149,7 +146,7 @@ def test_unbatched_input_with_padding_is_torchs(kind, hooked):
     if hooked:  # it then runs padded
         model.layers[1].register_forward_hook(lambda *_: None)
     hidden, source = torch.tensor([False, True, False, False, True]), torch.tensor([False, False, True, True])
-    masks = {"tgt_mask": band(T, T), "tgt_key_padding_mask": hidden, "memory_key_padding_mask": source}
+    masks = {"tgt_mask": BAND, "tgt_key_padding_mask": hidden, "memory_key_padding_mask": source}
     masks = {"src_key_padding_mask": hidden} if "Encoder" in kind else masks
     check(model, torchs, inputs_for(kind, batched=False), hidden, **masks)
 

@@ -23,7 +23,7 @@ from fastformer.functional.attention.rules import (
     open_dead_rows,
     with_distances,
 )
-from fastformer.functional.attention.spans import attend_in_spans, visible_spans
+from fastformer.functional.attention.spans import Span, visible_spans
 from fastformer.functional.dropout import drop
 from fastformer.host.devices import autocasts, product_dtype
 from fastformer.modes import compiling, dispatch_modes, readable
@@ -48,7 +48,7 @@ def attention(q: Tensor, k: Tensor, v: Tensor, rules: AttentionRules) -> Tensor:
     spans = visible_spans(q, k, rules)
     if spans is not None:  # they leave out all padding but the mask's
         q, k, v = blank_padding(q, k, v, replace(rules, query_lengths=None, key_lengths=None, key_mask=None))
-        return attend_in_spans(attention_over_zeros, q, k, v, rules, spans)
+        return attend_in_spans(q, k, v, rules, spans)
     return attention_over_zeros(*blank_padding(q, k, v, rules), rules)
 
 
@@ -73,6 +73,32 @@ def attention_over_zeros(q: Tensor, k: Tensor, v: Tensor, rules: AttentionRules)
     grouped = {"enable_gqa": True} if k.shape[1] != q.shape[1] else {}
     out = F.scaled_dot_product_attention(q, k, v, merged, dropout_p, is_causal=causal, scale=scale, **grouped)
     return out if dead is None else out.masked_fill(dead, 0.0)
+
+
+def attend_in_spans(q: Tensor, k: Tensor, v: Tensor, rules: AttentionRules, spans: list[Span]) -> Tensor:
+    """Compute `attention` of the visible queries and keys of each row, in one call if they are the same in all rows."""
+    (B, H, T, _), (S, Kv) = q.shape, v.shape[2:]
+    rows = B if len(set(spans)) == 1 else 1  # of one call
+    masks = None
+    if rules.mask is not None:
+        mask = rules.mask[(None,) * (4 - rules.mask.dim())]
+        masks = torch.split(mask.expand(B, mask.shape[1], T, S), rows)
+    parts: list[Tensor] = []
+    for row, (q_rows, k_rows, v_rows) in enumerate(zip(*(torch.split(x, rows) for x in (q, k, v)), strict=True)):
+        first, end, first_key, end_key = spans[row]
+        of_span = replace(
+            rules,
+            mask=None if masks is None else masks[row][:, :, first:end, first_key:end_key],
+            alignment="top_left" if end - first == end_key - first_key else rules.alignment,
+            query_lengths=None,
+            key_lengths=None,
+            key_mask=None,
+        )
+        keys = slice(first_key, end_key)
+        out = attention_over_zeros(q_rows[:, :, first:end], k_rows[:, :, keys], v_rows[:, :, keys], of_span)
+        before, after = (out.new_zeros(rows, length, H, Kv) for length in (first, T - end))
+        parts += before, out.transpose(1, 2), after
+    return torch.cat(parts, 1).view(B, T, H, Kv).transpose(1, 2)
 
 
 def _trains_mask_alone(q: Tensor, k: Tensor, v: Tensor, rules: AttentionRules) -> bool:

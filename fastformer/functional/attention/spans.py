@@ -1,12 +1,11 @@
-"""Attention over the queries and keys that are not padding, row by row: for long sequences on a CPU.
+"""Which queries and keys of each row are not padding, for long sequences on a CPU.
 
-There SDPA computes the scores that a mask hides, too. A call for each row of the batch computes the visible ones only.
+There SDPA computes the scores that a mask hides, too. `attend_in_spans` calls it for each row of the batch, on what is
+visible only.
 
-Letters: B batch, H heads, T queries, S keys, K head size, Kv that of values.
+Letters: B batch, T queries, S keys, L positions.
 """
 
-from collections.abc import Callable
-from dataclasses import replace
 from typing import NamedTuple
 
 import torch
@@ -77,46 +76,9 @@ def visible_spans(q: Tensor, k: Tensor, rules: AttentionRules) -> list[Span] | N
 
 
 def faster_in_spans(T: int, S: int, spans: list[Span], least_hidden: int = _LEAST_HIDDEN) -> bool:
-    """Return whether `attend_in_spans` is faster than one call with a mask, from SHORTEST queries and keys on.
+    """Return whether a call for each row is faster than one call with a mask, from SHORTEST queries and keys on.
 
     Returns False if nothing is visible, where a call without keys would not depend on the mask and the sinks.
     """
     visible = sum((span.end - span.first) * (span.end_key - span.first_key) for span in spans)
     return visible > 0 and (len(set(spans)) == 1 or visible <= (S - least_hidden) * T * len(spans))
-
-
-def attend_in_spans(
-    attention: Callable[[Tensor, Tensor, Tensor, AttentionRules], Tensor],
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    rules: AttentionRules,
-    spans: list[Span],
-) -> Tensor:
-    """Compute attention of the visible queries and keys of each row, in one call if they are the same in all rows.
-
-    Args:
-        attention: computes one call; it gets rules without lengths and key mask.
-    """
-    (B, H, T, _), (S, Kv) = q.shape, v.shape[2:]
-    rows = B if len(set(spans)) == 1 else 1  # of one call
-    masks = None
-    if rules.mask is not None:
-        mask = rules.mask[(None,) * (4 - rules.mask.dim())]
-        masks = torch.split(mask.expand(B, mask.shape[1], T, S), rows)
-    parts: list[Tensor] = []
-    for row, (q_rows, k_rows, v_rows) in enumerate(zip(*(torch.split(x, rows) for x in (q, k, v)), strict=True)):
-        first, end, first_key, end_key = spans[row]
-        of_span = replace(
-            rules,
-            mask=None if masks is None else masks[row][:, :, first:end, first_key:end_key],
-            alignment="top_left" if end - first == end_key - first_key else rules.alignment,
-            query_lengths=None,
-            key_lengths=None,
-            key_mask=None,
-        )
-        keys = slice(first_key, end_key)
-        out = attention(q_rows[:, :, first:end], k_rows[:, :, keys], v_rows[:, :, keys], of_span)
-        before, after = (out.new_zeros(rows, length, H, Kv) for length in (first, T - end))
-        parts += before, out.transpose(1, 2), after
-    return torch.cat(parts, 1).view(B, T, H, Kv).transpose(1, 2)

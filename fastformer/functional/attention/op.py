@@ -286,7 +286,8 @@ def _normal_form(
         longest: the longest sequence of queries or keys.
         same_lengths: whether each sequence has as many queries as keys.
     """
-    check_probability("dropout_p", rules.dropout_p)
+    if not 0.0 <= rules.dropout_p <= 1.0:
+        check_probability("dropout_p", rules.dropout_p)
     if rules.alignment not in ALIGNMENTS:
         check_value("alignment", rules.alignment, str, choices=ALIGNMENTS)
     window = None if rules.window is None else _effective_window(rules.window, rules.causal, longest)

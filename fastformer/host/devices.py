@@ -64,17 +64,17 @@ def autocasts(x: Tensor) -> bool:
 
 def product_dtype(x: Tensor) -> torch.dtype:
     """Return the dtype of a matrix product with x: autocast's dtype if autocast is on, unless x is fp64."""
-    if x.dtype == torch.float64 or not autocasts(x):
+    if x.dtype == torch.float64 or x.is_meta or not torch.is_autocast_enabled(x.device.type):
         return x.dtype
     return torch.get_autocast_dtype(x.device.type)
 
 
 def to_autocast(*tensors: Tensor | None) -> tuple[Tensor | None, ...]:
     """Cast tensors to autocast's dtype if autocast is on, which does not cast for custom ops; fp64 stays fp64."""
-    first = next(x for x in tensors if x is not None)
-    if not autocasts(first):
+    device = next(x for x in tensors if x is not None).device.type
+    if not torch.is_autocast_enabled(device):
         return tensors
-    dtype = torch.get_autocast_dtype(first.device.type)
+    dtype = torch.get_autocast_dtype(device)
     casts = [x is not None and x.is_floating_point() and x.dtype != torch.float64 for x in tensors]
     return tuple([x.to(dtype) if cast else x for x, cast in zip(tensors, casts, strict=True)])  # type: ignore[union-attr]
 

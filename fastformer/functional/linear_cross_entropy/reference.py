@@ -241,8 +241,9 @@ class ChunkedCrossEntropy(torch.autograd.Function):
 
 def linear_cross_entropy(x: Tensor, weight: Tensor, bias: Tensor | None, *settings: Any, rows: bool) -> Tensor:
     """Return the cross entropy of each row, or the sum; settings: target `[M]`, ignore_index and label smoothing."""
-    # Autocast does not cast inputs of custom Functions; it does cast those of F.linear inside.
-    x, weight, bias = to_autocast(x, weight, bias)  # type: ignore[assignment]
+    if autocasts(x):
+        # Autocast does not cast inputs of custom Functions; it does cast those of F.linear inside.
+        x, weight, bias = to_autocast(x, weight, bias)  # type: ignore[assignment]
     inputs = (x, weight) if bias is None else (x, weight, bias)
     trained = torch.is_grad_enabled() and any(t.requires_grad for t in inputs)
     # torch.func, forward mode and subclasses of Tensor need the plain formula.

@@ -28,6 +28,7 @@ from pydantic_core import ErrorDetails
 from fastformer.settings import BOUNDS, allowed_range, refusal
 
 SET = "any value"  # in `only`: any value but None
+LARGEST = 2**31 - 1  # of one size: kernels use int32
 
 Given = Mapping[str, Collection[str]]  # section -> names of the settings that a user gave
 _AsText = BeforeValidator(lambda value: os.fspath(value) if isinstance(value, os.PathLike) else value)
@@ -197,11 +198,16 @@ def befores(settings: type) -> dict[str, Any]:
 
 
 def help_line(item: "Field[Any]", settings: Sequence[type]) -> str:
-    """Return a setting's line of help: meaning, choices, bounds and conditions, which may name fields of `settings`."""
+    """Return a setting's line of help: meaning, choices, bounds and conditions, which may name fields of `settings`.
+
+    Choices that the description names, and the limit of kernels' sizes, are left out.
+    """
     about = item.metadata
     only = ", ".join(_in_words(name, condition, settings) for name, condition in about["only"].items())
-    notes = "; ".join(filter(None, (allowed_range((), about["bounds"]), only and f"only {only}")))
-    choices = f": {', '.join(about['choices'])}" if about["choices"] else ""
+    bounds = {key: bound for key, bound in about["bounds"].items() if bound != LARGEST}
+    notes = "; ".join(filter(None, (allowed_range((), bounds), only and f"only {only}")))
+    named = set(re.findall(r"\w+", about["description"])).issuperset(about["choices"])
+    choices = "" if named else f": {', '.join(about['choices'])}"
     return f"{about['description']}{choices}{notes and f' ({notes})'}"
 
 

@@ -16,12 +16,13 @@ import pytest
 pytest.importorskip("pydantic", reason="the applications need the extra `apps`")
 
 from fastformer.apps.classification.model import ClassifierConfig
+from fastformer.apps.classification.run import APPLICATION as CLASSIFICATION
 from fastformer.apps.language.run import APPLICATION as LANGUAGE
 from fastformer.apps.language.sampling import SamplingOptions
 from fastformer.apps.runs.application import REMOVED, Application
 from fastformer.apps.runs.folder import load_toml, save_toml
-from fastformer.apps.settings import File as PathOrText
 from fastformer.apps.settings import (
+    LARGEST,
     FolderOrName,
     Pair,
     Settings,
@@ -31,6 +32,7 @@ from fastformer.apps.settings import (
     setting,
     to_plain,
 )
+from fastformer.apps.settings import File as PathOrText
 from fastformer.apps.train import Checkpoint, TrainConfig
 from fastformer.apps.translation.model import TranslationConfig
 from fastformer.apps.translation.run import APPLICATION as TRANSLATION
@@ -66,7 +68,8 @@ def test_every_setting_is_checked_and_explained_from_its_declaration(owner: type
         assert help_.startswith(item.metadata["description"])
         assert all(choice in help_ for choice in item.metadata["choices"])
         for key, bound in item.metadata["bounds"].items():
-            assert f"{key.replace('_', ' ')} {bound if isinstance(bound, str) else f'{bound:,}'}" in help_
+            shown = bound if isinstance(bound, str) else f"{bound:,}"
+            assert bound == LARGEST or f"{key.replace('_', ' ')} {shown}" in help_
         for name, expected in item.metadata["only"].items():
             assert any(
                 str(each) in help_ for each in (name, *(expected if isinstance(expected, tuple) else (expected,)))
@@ -169,6 +172,7 @@ def test_a_run_folder_written_before_settings_were_one_still_loads(tmp_path: Pat
 COMMANDS: dict[str, tuple[type[Settings], ...]] = {
     "train": (TRANSLATION.data, TRANSLATION.model, TRANSLATION.train),
     "train lm": (LANGUAGE.data, LANGUAGE.model, LANGUAGE.train),
+    "train classify": (CLASSIFICATION.data, CLASSIFICATION.model, CLASSIFICATION.train),
     "translate": (SearchOptions,),
     "evaluate": (SearchOptions,),
     "generate": (SamplingOptions,),
@@ -184,9 +188,11 @@ def test_every_setting_that_is_a_users_is_a_flag_that_tells_default_and_range(na
     for part in name.split():
         command = command.commands[part]
     flags = {each.name: each for each in command.params}
-    chosen = {"train": TRANSLATION.automatic, "train lm": LANGUAGE.automatic}.get(name, ())
+    applications = {"train": TRANSLATION, "train lm": LANGUAGE, "train classify": CLASSIFICATION}
+    chosen = applications[name].automatic if name in applications else ()
     items = [item for owner in COMMANDS[name] for item in fields(owner)]
-    own = {item.name: item for item in items if not item.metadata["derived"]}
+    without = {"n_best"} if name == "evaluate" else set()
+    own = {item.name: item for item in items if not item.metadata["derived"] and item.name not in without}
     assert own.keys() == flags.keys() & {item.name for item in items}
     for item in own.values():
         flag = flags[item.name]

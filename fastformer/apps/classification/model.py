@@ -18,8 +18,8 @@ from torch import Tensor, nn
 
 from fastformer.apps.models.common import SingleStack, exported_mask, layouts_of, summed_cross_entropy
 from fastformer.apps.models.settings import ModelSettings, initialise
-from fastformer.apps.models.sizes import LARGEST, MOST_LAYERS
-from fastformer.apps.settings import inherited, setting
+from fastformer.apps.models.sizes import MOST_LAYERS
+from fastformer.apps.settings import LARGEST, inherited, setting
 from fastformer.apps.text import LabelledBatch
 from fastformer.nn.stacks import TransformerEncoder
 from fastformer.packing import Layout

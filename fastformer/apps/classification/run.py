@@ -67,6 +67,7 @@ class ClassificationTrainConfig(TrainConfig):
     label_smoothing: float = inherited(
         TrainConfig, "label_smoothing", default=0.0, help="probability mass spread over all labels"
     )
+    batch_tokens: int = inherited(TrainConfig, "batch_tokens", derived="batch_sentences")
     batch_sentences: int = inherited(TrainConfig, "batch_sentences", default=32, help="most texts in a batch", only={})
     metric: str = inherited(
         TrainConfig, "metric", default="loss", help="validation value that decides best weights and early stopping"

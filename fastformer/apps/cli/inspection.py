@@ -102,8 +102,8 @@ def compare(
     bootstrap: Annotated[
         int | None,
         whole_number(
-            "of translation runs: compare translations of the first run's test data with those of the first run, "
-            "by this many resamples of the sentences, such as 1000"
+            "translate the first translation run's test data with every run, and compare each with the first by "
+            "paired bootstrap, with this many resamples of the sentences, such as 1000"
         ),
     ] = None,
 ) -> None:

@@ -97,13 +97,14 @@ def _write(formatter: Any, groups: dict[str, list[tuple[str, str]]]) -> None:
 
 
 def with_settings(
-    *, chosen: Collection[str] = (), **sections: type[Settings]
+    *, chosen: Collection[str] = (), without: Collection[str] = (), **sections: type[Settings]
 ) -> Callable[[Callable[..., None]], Callable[..., None]]:
     """Return a decorator that adds a flag for every setting that a user may set.
 
     The command receives the given flags as one keyword argument a section: `model={"heads": 4}`.
 
-    chosen: names of settings that the command chooses if their flags are not given. sections: settings by argument.
+    chosen: names of settings that the command chooses if their flags are not given. without: names of settings that
+    have no effect in the command. sections: settings by argument.
     """
 
     def decorate(command: Callable[..., None]) -> Callable[..., None]:
@@ -112,7 +113,7 @@ def with_settings(
             (section, item.name): _flag(section, item, hint, tuple(sections.values()), item.name in chosen)
             for section, settings in sections.items()
             for item, hint in typed_fields(settings)
-            if not item.metadata["derived"]
+            if not item.metadata["derived"] and item.name not in without
         }
 
         def run(**arguments: Any) -> None:
@@ -159,14 +160,13 @@ def make_settings(settings: type[Settings], values: dict[str, Any]) -> Any:
 
 
 def _flag(section: str, item: "Field[Any]", hint: Any, settings: tuple[type, ...], chosen: bool) -> inspect.Parameter:
-    choices = item.metadata["choices"]  # checked by the settings, so that values from a file get the same message
+    # Choices are checked by the settings, so that values from a file get the same message.
     kind = typing.get_args(hint)[0] if type(None) in typing.get_args(hint) else hint  # of int | None: int
     option = typer.Option(
         help=help_line(item, settings),
         parser=int_or_text if kind is int else None,
         rich_help_panel=f"Settings: {section}",
         show_default="chosen for corpus and budget" if chosen else default_text(item),
-        metavar="|".join(choices) if 0 < len(choices) <= 4 else None,
     )
     return inspect.Parameter(
         item.name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=typing.Annotated[kind | None, option]

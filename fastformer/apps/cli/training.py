@@ -54,7 +54,10 @@ def add_training(kind: type[Run], what: str) -> None:
         device: Device = "auto",
         pretrained: Annotated[
             Path | None,
-            typer.Option("--from", help="folder of a run, an exported model, or a Marian model, to train further"),
+            typer.Option(
+                "--from",
+                help="folder of a run, an exported model, or a Marian model, to train further; its model settings hold",
+            ),
         ] = None,
         *,
         data: dict[str, Any],

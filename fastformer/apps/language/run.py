@@ -118,7 +118,8 @@ class LanguageTrainConfig(TrainConfig):
     schedule: str = inherited(TrainConfig, "schedule", default="cosine")
     warmup_steps: int = inherited(TrainConfig, "warmup_steps", default=50)
     label_smoothing: float = inherited(TrainConfig, "label_smoothing", default=0.0)
-    batch_tokens: int = inherited(TrainConfig, "batch_tokens", default=1024)
+    batch_tokens: int = inherited(TrainConfig, "batch_tokens", default=1024, help="most tokens in a batch")
+    batch_sentences: int | None = inherited(TrainConfig, "batch_sentences", derived="batch_tokens")
 
 
 APPLICATION = Application(

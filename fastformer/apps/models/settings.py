@@ -10,8 +10,7 @@ from typing import Any, Literal, TypeVar, get_args
 from torch import Tensor, nn
 
 from fastformer.apps.models.embeddings import Embedding, Positions
-from fastformer.apps.models.sizes import LARGEST
-from fastformer.apps.settings import SET, Settings, reject_unused_options, setting
+from fastformer.apps.settings import LARGEST, SET, Settings, reject_unused_options, setting
 from fastformer.functional.attention.rules import SOFTCAPS
 from fastformer.nn.activations import FUNCTIONS, is_gated
 from fastformer.nn.layers import TransformerDecoderLayer, TransformerEncoderLayer

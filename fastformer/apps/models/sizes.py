@@ -12,7 +12,6 @@ from typing import Any
 import torch
 from torch import nn
 
-LARGEST = 2**31 - 1  # of one size: kernels use int32
 MOST_LAYERS = 10_000  # of one stack; a layer of any width takes a millisecond and tens of kilobytes to construct
 
 

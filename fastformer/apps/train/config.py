@@ -50,7 +50,11 @@ class TrainConfig(Settings):
         fixed=True,
     )
     batch_tokens: int = setting(
-        4096, "most tokens in a batch", at_least=1, only={"batch_sentences": None, "stream": "documents"}, fixed=True
+        4096,
+        "most tokens in a batch, on either side",
+        at_least=1,
+        only={"batch_sentences": None, "stream": "documents"},
+        fixed=True,
     )
     batch_sentences: int | None = setting(
         None, "most sentences in a batch", at_least=1, only={"texts": "sentence pairs"}, fixed=True

@@ -21,8 +21,8 @@ from fastformer.apps.models.common import (
     tie,
 )
 from fastformer.apps.models.settings import ModelSettings, initialise
-from fastformer.apps.models.sizes import LARGEST, MOST_LAYERS
-from fastformer.apps.settings import inherited, setting
+from fastformer.apps.models.sizes import MOST_LAYERS
+from fastformer.apps.settings import LARGEST, inherited, setting
 from fastformer.apps.text import Batch, Batches, EncodedPairs
 from fastformer.host.devices import device_of
 from fastformer.nn.stacks import TransformerDecoder, TransformerEncoder

@@ -115,7 +115,7 @@ class DataConfig(VocabularyConfig):
     eos_id: int = setting(3, "id of the end token", at_least=0, below="vocabulary", only=IF_LEARNED)
     max_length: int = setting(256, "longest sentence in tokens with eos", at_least=2)
     too_long: str = setting("drop", "what happens to longer training pairs", choices=("drop", "truncate"))
-    bucket: bool = setting(False, "batches of similar lengths (only padded execution needs them)")
+    bucket: bool = setting(False, "batches of sentences of similar length, which packed batches do not need")
     bleu_sentences: int = setting(500, "validation sentences translated greedily for BLEU; 0: none", at_least=0)
     target_language: str | None = setting(
         None, "language of the target files, such as zh, which chooses bleu_tokenizer", only={"train_source": SET}

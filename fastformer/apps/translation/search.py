@@ -15,8 +15,7 @@ from torch import Tensor
 
 from fastformer.apps.models import decoding
 from fastformer.apps.models.decoding import next_logits, recorder_of
-from fastformer.apps.models.sizes import LARGEST
-from fastformer.apps.settings import Settings, setting
+from fastformer.apps.settings import LARGEST, Settings, setting
 from fastformer.apps.translation.beams import DIVERGED, DONE, RUNNING, Beams, Hypothesis
 from fastformer.apps.translation.model import TranslationConfig, TranslationModel
 from fastformer.host.cuda_graphs import ReplayedStep

@@ -50,6 +50,8 @@ def test_commands_stand_in_order_of_use() -> None:
         ("train", "--max-grad-norm", "--clip-norm"),
         ("translate", "--beam-size", "--beam"),
         ("train", "--minuts", "--minutes"),
+        ("train classify", "--batch-tokens", "--batch-sentences"),
+        ("train lm", "--batch-sentences", "--batch-tokens"),
         ("evaluate", "--batchsize", None),
     ],
 )

@@ -174,7 +174,8 @@ def _read_settings(folder: Path) -> tuple[str, dict[str, Any]]:
     content = read_json(path)
     if (folder / "adapter_config.json").is_file():
         raise ValueError(f"{folder}: an adapter lies beside the model (adapter_config.json); merge it first")
-    names = content.get("architectures")
+    if (names := content.get("architectures")) is None:
+        raise ValueError(f"{folder}: no model of transformers, its config.json names no architectures")
     if not isinstance(names, list) or names not in [[name] for name in ARCHITECTURES]:
         raise ValueError(f"{folder}: architectures must be one of {', '.join(ARCHITECTURES)}, not {str(names)[:200]}")
     for name in _REFUSED:

@@ -7,7 +7,7 @@ Work counts real positions and allowed pairs alone: 4 D operations a pair forwar
 fastformer gets lengths and causality and makes no mask.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from itertools import product
 from typing import Any
@@ -26,7 +26,7 @@ from fastformer.packing import pack, unpack
 
 pytestmark = pytest.mark.gpu
 
-# A wrong formula is off by more than 1e-1. bf16 rounds inputs of the second product to 4e-3.
+# A wrong formula is off by more than 1e-1. bf16 rounds inputs of the second product to 4e-3, tf32 to 5e-4.
 TOLERANCE = {torch.bfloat16: 2e-2, torch.float32: 1e-4}
 DROPOUT = 0.1
 Rivals = Sequence[tuple[str, str | None]]  # competitors, and how they are told of padding
@@ -115,7 +115,7 @@ def _compare(
         name,
         *sides,
         upstream=upstream,
-        tolerance=TOLERANCE[p.dtype],
+        tolerance=TOLERANCE[torch.bfloat16 if p.tf32 else p.dtype],
         direction=direction,
         work=p.work(direction),
         **fields,
@@ -158,6 +158,16 @@ def _goals(kind: str, shape: AttentionShape, competitor: str, way: str | None) -
     return None
 
 
+@pytest.fixture
+def fp32_products(kind: str) -> Iterator[None]:
+    """Let products of fp32 be rounded to tf32 in cases of that kind."""
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("high" if kind.startswith("tf32") else before)
+    yield
+    torch.set_float32_matmul_precision(before)
+
+
+@pytest.mark.usefixtures("fp32_products")
 @pytest.mark.parametrize("direction", DIRECTIONS)
 @_cases(
     ("dense-quick", [QUICK], [*BACKENDS, ("sdpa-math", None)]),
@@ -176,6 +186,7 @@ def _goals(kind: str, shape: AttentionShape, competitor: str, way: str | None) -
     ("empty-full", [replace(PADDED[0], kind="empty")], [*((name, MASK) for name in MASKED), ("sdpa-flash", ALONE)]),
     ("dropout-full", [FEW], [(name, KEY_MASK) for name in MASKED]),
     ("fp32-full", [FEW], [(name, KEY_MASK) for name in MASKED]),
+    ("tf32-full", [FEW], [("sdpa-efficient", KEY_MASK)]),
     # A bias by distance that is not trained, against SDPA's additive mask, made beforehand, and flex_attention.
     ("alibi-full", CAUSAL[3:5], [("sdpa-efficient", MASK)]),
     ("alibi-full", CAUSAL[3:4], [("flex", None)]),
@@ -186,10 +197,12 @@ def bench_attention(
     """Compare attention of padded tensors."""
     _require(race, competitor)
     kind = kind.partition("-")[0]
-    dtype = torch.float32 if kind == "fp32" else torch.bfloat16
+    dtype = torch.float32 if kind in ("fp32", "tf32") else torch.bfloat16
     p = attention_case(race, shape, dtype, DROPOUT if kind == "dropout" else 0.0)
     if kind == "alibi":
         p = replace(p, alibi=True)
+    if kind == "tf32":
+        p = replace(p, tf32=True)
     inputs, upstream = p.leaves(), p.random()
 
     def sides(case: AttentionCase) -> tuple[Op, Op]:
@@ -225,6 +238,28 @@ def bench_key_mask(
     lengths = Op("fastformer, lengths", lambda: _attention(race, p, inputs), inputs, p.compared)
     sides = Op("fastformer", by_mask, inputs, p.compared), lengths
     name = case_name("attention, key mask", shape, p)
+    _compare(race, name, p, sides, upstream, direction, expected=p.expected(inputs, upstream))
+
+
+@pytest.mark.parametrize("direction", DIRECTIONS)
+@_cases(
+    ("full", PADDED[1:2], [(name, MASK) for name in ("sdpa-efficient", "sdpa-cudnn")]),
+    ("quick-cpu", ON_CPU, ON_CPU_RIVALS),
+)
+def bench_sdpa(race: Race, kind: str, shape: AttentionShape, competitor: str, way: str, direction: Direction) -> None:
+    """Compare `fastformer.sdpa` and SDPA, which get the same mask."""
+    _require(race, competitor)
+    p = attention_case(race, shape)
+    inputs, upstream = p.leaves(), p.random()
+    q, k, v = inputs
+    mask = p.allowed().expand(p.batch, -1, p.length, -1)
+
+    def masked() -> Tensor:
+        with fastformer.backend(race.backend):
+            return fastformer.sdpa(q, k, v, mask)
+
+    sides = Op("fastformer.sdpa", masked, inputs, p.compared), _rival(p, competitor, way, inputs)
+    name = case_name("sdpa, mask", shape, p)
     _compare(race, name, p, sides, upstream, direction, expected=p.expected(inputs, upstream))
 
 

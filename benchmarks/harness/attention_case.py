@@ -70,6 +70,7 @@ class AttentionCase:
     dtype: torch.dtype = torch.bfloat16
     dropout: float = 0.0  # of the weights
     value_size: int | None = None  # channels of values; D if None
+    tf32: bool = False  # fp32 tensors, whose products are rounded to tf32
     alibi: bool = False  # scores fall with the distance of key from query (Press et al. 2022)
 
     @property
@@ -208,6 +209,6 @@ def case_name(op: str, shape: AttentionShape, p: AttentionCase) -> str:
     parts += ["causal" if p.causal else "not causal"]
     share = 1 - float(p.lengths.mean()) / p.length
     parts += [] if shape.kind is None else [f"padding {100 * share:.0f} %, {shape.kind} lengths"]
-    parts += ["fp32"] if p.dtype == torch.float32 else []
+    parts += ["tf32" if p.tf32 else "fp32"] if p.dtype == torch.float32 else []
     parts += [f"dropout {p.dropout}"] if p.dropout else []
     return ", ".join(parts)

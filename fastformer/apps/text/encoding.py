@@ -68,6 +68,12 @@ class Sequences:
         return ids, self.lengths + len(added)
 
 
+def say_unknown(*sides: tuple[Sequences, int]) -> str:
+    """Return words about the unknown tokens of sequences, each with the id of <unk>; nothing if there are none."""
+    count = sum(int(np.count_nonzero(sequences.ids == unk_id)) for sequences, unk_id in sides)
+    return f", {count:,} of them <unk>" if count else ""
+
+
 def _offsets(lengths: Ints) -> Ints:
     return np.concatenate([np.zeros(1, np.int64), np.cumsum(lengths, dtype=np.int64)])
 
@@ -105,7 +111,8 @@ class EncodedPairs:
         dropped = f", {self.dropped:,} pairs too long or empty dropped" if self.dropped else ""
         truncated = f", {self.truncated:,} pairs truncated" if self.truncated else ""
         tokens = f"{len(self.source.ids):,} source and {len(self.target.ids):,} target tokens"
-        return f"{len(self):,} pairs, {tokens}{dropped}{truncated}"
+        unknown = say_unknown((self.source, self.source_ids.unk_id), (self.target, self.target_ids.unk_id))
+        return f"{len(self):,} pairs, {tokens}{unknown}{dropped}{truncated}"
 
 
 def encode_pairs(
@@ -162,7 +169,8 @@ class EncodedDocuments:
 
     def __str__(self) -> str:
         dropped = f", {self.dropped:,} empty documents dropped" if self.dropped else ""
-        return f"{len(self):,} documents, {len(self.documents.ids):,} tokens{dropped}"
+        unknown = say_unknown((self.documents, self.special_ids.unk_id))
+        return f"{len(self):,} documents, {len(self.documents.ids):,} tokens{unknown}{dropped}"
 
 
 def encode_documents(texts: Sequence[str], tokenizer: Tokenizer) -> EncodedDocuments:

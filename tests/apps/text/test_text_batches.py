@@ -101,6 +101,8 @@ def test_too_long_pairs_are_dropped_and_counted():
     assert [source.decode(pairs.source[i]) for i in range(len(pairs))] == ["a b c d", "e"]
     assert [target.decode(pairs.target[i]) for i in range(len(pairs))] == ["A B", "E"]
     assert str(pairs) == "2 pairs, 5 source and 3 target tokens, 3 pairs too long or empty dropped"
+    unknown = encode_pairs(CORPUS.take([0, 2], "toy"), source, WordTokenizer.from_lines(["A"]))
+    assert str(unknown) == "2 pairs, 5 source and 3 target tokens, 2 of them <unk>"
     assert len(encode_pairs(CORPUS.take([1], "toy"), source, target, max_length=7)) == 1  # six tokens and eos just fit
     with pytest.raises(ValueError, match="toy: no pair has between 1 and 5 tokens a side"):
         encode_pairs(CORPUS.take([1], "toy"), source, target, max_length=6)

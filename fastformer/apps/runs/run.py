@@ -22,14 +22,12 @@ from fastformer.apps.runs.data_settings import VOCABULARY
 from fastformer.apps.runs.folder import CONFIG, DATA, check_new, read_kind, read_run_section
 from fastformer.apps.settings import Given, refuse_fixed
 from fastformer.apps.system.files import write_file
-from fastformer.apps.system.run_lock import lock_run, locked
+from fastformer.apps.system.run_lock import locked
 from fastformer.apps.text import Tokenizer
 from fastformer.apps.text.files import read_json
 from fastformer.apps.text.vocabulary import learn_tokenizer
 from fastformer.apps.train import (
     BatchSource,
-    Checkpoint,
-    CheckpointError,
     CheckpointFolder,
     Processes,
     Result,
@@ -206,10 +204,9 @@ class Run(ABC):
             raise ValueError(f"tokenizer must be {PRETRAINED} with a model to begin with (--from), and only then")
         folder, created, initial, tokenizers = Path(folder), list[Self](), None, None
         if pretrained is not None:
-            stated = given
-            initial, tokenizers, model, data = cls.application.load_initial_model(Path(pretrained), model, data, stated)
-            if stated is not None:  # only settings of training are chosen, except the rate, which would be too high
-                given = {"data": vars(data), "model": model, "train": {*stated["train"], "lr"}}
+            initial, tokenizers, model, data = cls.application.load_initial_model(Path(pretrained), model, data, given)
+            if given is not None:  # only settings of training are chosen, except the rate, which would be too high
+                given = {"data": vars(data), "model": model, "train": {*given["train"], "lr"}}
 
         def create_in_main() -> None:
             check_new(folder, cls.application.kind)
@@ -243,7 +240,12 @@ class Run(ABC):
         """
         folder = Path(folder)
         read_kind(folder)
-        Processes.current().on_main(lambda: lock_run(folder).release())  # before data is read
+
+        def check_unlocked() -> None:
+            with locked(folder):
+                pass
+
+        Processes.current().on_main(check_unlocked)  # before data is read
         return cls._open(folder, train, device)
 
     @classmethod
@@ -285,9 +287,14 @@ class Run(ABC):
         resume: continue from the last checkpoint.
         """
         with ExitStack() as stack:
-            Processes.current().on_main(lambda: stack.enter_context(locked(self.folder)))
-            if resume:
-                self._check_checkpoint()
+
+            def lock_and_check() -> None:
+                stack.enter_context(locked(self.folder))
+                if resume:  # before a model is allocated
+                    last = CheckpointFolder(self.folder / "checkpoints").open()
+                    last.check_architecture(self.model_config, self.model_config.matrix_numbers)
+
+            Processes.current().on_main(lock_and_check)
             torch.manual_seed(self.train_config.seed)
             model = self.new_model().to(self.device)
             trainer = Trainer(
@@ -301,13 +308,3 @@ class Run(ABC):
                 if trainer.ended is None:  # a run that trains nothing keeps its settings
                     Processes.current().on_main(self._save_settings)
             return trainer.fit()
-
-    def _check_checkpoint(self) -> None:
-        """Check the architecture and the size of the last checkpoint before a model is allocated."""
-        if (last := CheckpointFolder(self.folder / "checkpoints").last()) is None:
-            return
-        try:
-            checkpoint = Checkpoint.open(last)
-        except CheckpointError:  # `Trainer.resume` raises it, too
-            return
-        checkpoint.check_architecture(self.model_config, self.model_config.matrix_numbers)

@@ -9,12 +9,8 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from fastformer.apps.system.files import add_path_to_errors
-
-if TYPE_CHECKING:
-    from filelock import BaseFileLock
 
 LOCK = ".lock"
 
@@ -23,8 +19,9 @@ class RunLockedError(OSError):
     """Another process writes to this run folder."""
 
 
-def lock_run(folder: Path) -> "BaseFileLock":
-    """Create a run folder and lock it for this process; return the lock, whose `release` undoes one call.
+@contextmanager
+def locked(folder: Path) -> Iterator[None]:
+    """Create a run folder and lock it for this process during the block; blocks of one process may be nested.
 
     Raises:
         RunLockedError: another process holds the lock.
@@ -34,30 +31,20 @@ def lock_run(folder: Path) -> "BaseFileLock":
 
     path = folder.absolute() / LOCK
     path.parent.mkdir(parents=True, exist_ok=True)
+    lock = FileLock(path, is_singleton=True, thread_local=False)
     with add_path_to_errors(path):
         holder = path.read_text("utf-8", "replace")[:200].strip() if path.is_file() else ""
-        lock = FileLock(path, is_singleton=True, thread_local=False)
         try:
             lock.acquire(blocking=False)
         except Timeout:
             raise RunLockedError(
                 f"{folder} is being written by {holder or 'another process'}; wait for its end, or choose another"
             ) from None
-        try:
-            if lock.lock_counter == 1:
-                since = time.strftime("%Y-%m-%d %H:%M:%S")
-                path.write_text(f"process {os.getpid()} on {socket.gethostname()} since {since}\n", "utf-8")
-        except BaseException:
-            lock.release()
-            raise
-    return lock
-
-
-@contextmanager
-def locked(folder: Path) -> Iterator[None]:
-    """Hold `lock_run` for a block; blocks of one process may be nested."""
-    lock = lock_run(folder)
     try:
+        if lock.lock_counter == 1:
+            since = time.strftime("%Y-%m-%d %H:%M:%S")
+            with add_path_to_errors(path):
+                path.write_text(f"process {os.getpid()} on {socket.gethostname()} since {since}\n", "utf-8")
         yield
     finally:
         lock.release()

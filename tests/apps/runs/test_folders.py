@@ -13,7 +13,7 @@ import pytest
 
 from fastformer.apps.language.run import LanguageDataConfig, LanguageRun
 from fastformer.apps.system.files import append_file, write_file
-from fastformer.apps.system.run_lock import LOCK, RunLockedError, lock_run
+from fastformer.apps.system.run_lock import LOCK, RunLockedError, locked
 from fastformer.apps.text import prepare
 from fastformer.apps.train import CheckpointFolder, Result, TrainConfig
 from tests.support.command_line import Done, fastformer
@@ -168,10 +168,15 @@ def test_a_second_writer_is_refused_by_name_and_a_killed_one_is_followed(tmp_pat
     assert train(run, text, "--resume --steps 4").returncode == 0
 
 
+def lock(path: Path) -> None:
+    with locked(path.parent):
+        pass
+
+
 WRITES: dict[str, Callable[[Path], object]] = {
     "replaced": lambda path: write_file(path, b"x" * 99),
     "appended": lambda path: append_file(path, b"x" * 99),
-    LOCK: lambda path: lock_run(path.parent).release(),
+    LOCK: lock,
 }
 
 

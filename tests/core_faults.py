@@ -354,11 +354,11 @@ ROWS: dict[str, list[tuple[str, str, str]]] = {
         ("numbered[-self.keep :]", "numbered", CHECKPOINTS + "test_the_last_k_checkpoints_and_the_best_stay"),
         ("path.name not in _named(index) and ", "", KILLED),
     ],
-    "apps/train/run_state": [
-        ('            self.sums.load_state_dict(state["sums"])\n', "", RESUMED),
-        ('            self.schedule.load_state_dict(state["schedule"])\n', "", RESUMED),
-        ('self.update.load_state_dict(optimizer, state["scaler"])', "pass", RESUMED),
-        ("        self.at, self.metrics = at,", "        self.metrics =", RESUMED),
+    "apps/train/trainer": [
+        ('            self._sums.load_state_dict(state["sums"])\n', "", RESUMED),
+        ('            self._schedule.load_state_dict(state["schedule"])\n', "", RESUMED),
+        ('self._update.load_state_dict(optimizer, state["scaler"])', "pass", RESUMED),
+        ("        self._at, self._metrics = at,", "        self._metrics =", RESUMED),
     ],
     "apps/train/randomness": [
         ("    torch.set_rng_state(on_cpu)", "    pass", RESUMED),

@@ -2,7 +2,7 @@
 
     model.safetensors      weights: all that inference needs
     optimizer.safetensors  the optimizer's tensors, such as "3.exp_avg" of parameter 3
-    state.json             schedule, random generators, position in the data: see `run_state.py`
+    state.json             schedule, random generators, position in the data: see `trainer.py`
     meta.json              step, architecture, metrics
 
 An average of checkpoints has neither optimizer nor state. Names, shapes and dtypes are compared with the model before

@@ -38,13 +38,9 @@ for _module in (*(f"{kind}.commands" for kind in KINDS), "cli.commands", "cli.in
     import_module(f"fastformer.apps.{_module}")
 
 
+@exit_without_shutdown()
 def main() -> None:
     """Run the command line."""
-    with exit_without_shutdown():
-        _main()
-
-
-def _main() -> None:
     try:
         logging.basicConfig(level=logging.WARNING, format="%(levelname)s: %(message)s")
         for argument in sys.argv[1:]:  # Python reads bytes that are not UTF-8 as halves of surrogate pairs

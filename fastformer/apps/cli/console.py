@@ -6,7 +6,7 @@ import re
 import sys
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import torch
 import typer
@@ -24,8 +24,7 @@ app = App(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
-_PLAIN: dict[str, Any] = {"highlight": False, "soft_wrap": True, "markup": False, "emoji": False}
-console = Console(**_PLAIN)
+console = Console(highlight=False, soft_wrap=True, markup=False, emoji=False)
 
 RunFolder = Annotated[Path, typer.Option("--run", help="run folder")]
 MAIN_RUN = Path("runs") / MAIN

@@ -4,7 +4,7 @@ import asyncio
 import threading
 from collections.abc import AsyncIterator, Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import asynccontextmanager
 from typing import Any, NamedTuple
 
 from fastformer.apps.plots.attention_maps import AttentionMaps
@@ -54,18 +54,15 @@ class ModelWorker:
         self._compute, self._batch_size, self._queue_size = compute, batch_size, queue_size
         self._waiting: list[_Request] = []
         self._lock = threading.Lock()  # of the list
-        self._places = 0  # of requests that wait or are computed
+        self._places = asyncio.Semaphore(queue_size)  # of requests that wait or are computed
         self._thread = ThreadPoolExecutor(1, "model")
 
-    @contextmanager
-    def _place(self) -> Iterator[None]:
-        if self._places == self._queue_size:
+    @asynccontextmanager
+    async def _place(self) -> AsyncIterator[None]:
+        if self._places.locked():
             raise QueueFullError(f"{self._queue_size} requests wait already; try again later")
-        self._places += 1
-        try:
+        async with self._places:
             yield
-        finally:
-            self._places -= 1
 
     async def submit(self, text: str, options: Any) -> Any:
         """Return the result for a text.
@@ -73,7 +70,7 @@ class ModelWorker:
         Raises:
             QueueFullError: `queue_size` requests wait already.
         """
-        with self._place():
+        async with self._place():
             request = _Request(text, options, Future())
             with self._lock:
                 self._waiting.append(request)
@@ -86,7 +83,7 @@ class ModelWorker:
         Raises:
             QueueFullError: `queue_size` requests wait already.
         """
-        with self._place():
+        async with self._place():
             while (piece := await self.call(next, pieces, None)) is not None:
                 yield piece
 

@@ -63,9 +63,8 @@ def read_export(folder: Path | str) -> dict[str, Any] | None:
         content = json.loads((Path(folder) / "config.json").read_bytes())
     except (OSError, ValueError, RecursionError):
         return None
-    if not isinstance(content, dict) or "kind" not in content:
-        return None
-    return content if isinstance(content.get("data", {}), dict) else None
+    known = isinstance(content, dict) and "kind" in content and isinstance(content.get("data", {}), dict)
+    return content if known else None
 
 
 def read_kind(folder: Path | str) -> str:

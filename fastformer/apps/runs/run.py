@@ -300,7 +300,6 @@ class Run(ABC):
             trainer = Trainer(
                 *(model, self.loss, self.batches, self.train_config, self.folder),
                 validate=self.validation(),
-                architecture=self.model_config,
                 show=show,
             )
             if resume:

@@ -177,13 +177,11 @@ def local_device(device: str) -> str:
 def join_processes(device: torch.device | str = "cpu") -> Iterator[Processes]:
     """Connect the processes that torchrun started, for the block; without torchrun, it is one process alone.
 
-    device: of this process. NCCL connects GPUs, gloo CPUs. Raises ValueError if this torch has no torch.distributed.
+    device: of this process. NCCL connects GPUs, gloo CPUs.
     """
     if not _launched():
         yield Processes()
         return
-    if not dist.is_available():
-        raise ValueError("torchrun started several processes, but this torch was built without torch.distributed")
     device = torch.device(device)
     if device.type == "cuda":
         torch.cuda.set_device(device)

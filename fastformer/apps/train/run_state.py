@@ -1,6 +1,5 @@
 """`BatchSource`: the training data. `Position`: the progress of a run. `Result`: how a run ended."""
 
-import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -67,13 +66,15 @@ class Position:
 
     def spent(self, config: TrainConfig, batches: BatchSource) -> float:
         """Return the spent share of the budget, 0 to 1; the largest share of several budgets."""
-        in_epoch = self.batch / max(batches.batches_in(self.epoch), 1) if self.batch and config.epochs else 0.0
-        in_steps, in_epochs = (
-            self.step / (config.steps or math.inf),
-            (self.epoch + in_epoch) / (config.epochs or math.inf),
-        )
-        in_minutes = self.seconds / max(60 * config.minutes - self.reserve, 1e-9) if config.minutes else 0.0
-        return min(max(in_steps, in_epochs, in_minutes), 1.0)
+        shares = [0.0]
+        if config.steps:
+            shares.append(self.step / config.steps)
+        if config.epochs:
+            in_epoch = self.batch / max(batches.batches_in(self.epoch), 1) if self.batch else 0.0
+            shares.append((self.epoch + in_epoch) / config.epochs)
+        if config.minutes:
+            shares.append(self.seconds / max(60 * config.minutes - self.reserve, 1e-9))
+        return min(max(shares), 1.0)
 
 
 @dataclass(frozen=True)

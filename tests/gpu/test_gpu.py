@@ -9,9 +9,10 @@ import fastformer
 from fastformer.apps.language.sampling import SamplingOptions, sample
 from fastformer.apps.models import decoding
 from fastformer.apps.models.sampling import RandomStreams
+from fastformer.apps.translation import search
 from fastformer.apps.translation.beams import Beams
 from fastformer.apps.translation.model import TranslationModel, translation_loss
-from fastformer.apps.translation.search import DecoderState, SearchOptions, beam_search, greedy_search
+from fastformer.apps.translation.search import SearchOptions, beam_search, greedy_search
 from fastformer.host.cuda_graphs import ReplayedStep, recorder
 from tests.support.closeness import assert_close, gradients
 from tests.support.fused_op import DEVICE
@@ -19,7 +20,7 @@ from tests.support.gpu import MARKS, captured, counted_captures, no_host_sync
 from tests.support.language_task import random_model as random_language_model
 from tests.support.recorded_steps import steps_of_both
 from tests.support.translation_task import config, random_batch, random_model, reverse_batch
-from tests.support.uncached_search import RAGGED, sources
+from tests.support.uncached_search import RAGGED, cached_decoder, sources
 
 pytestmark = MARKS
 
@@ -157,13 +158,13 @@ def test_generation_writes_the_same_texts(options, captures, monkeypatch):
 def test_a_replayed_step_waits_for_nothing(captures):
     source, lengths = sources(RAGGED)
     model, N = gpu_model(), 3
-    state = DecoderState(model, source.cuda(), lengths, N, capacity=40)
+    cache, next_token = cached_decoder(model, source.cuda(), lengths, N, capacity=40)
     options = SearchOptions(beam=N, min_length=30, no_repeat_ngram=2)
     beams = Beams(torch.full_like(lengths, 40), N, model.config, options, source.cuda().device, 40)
 
     def run():
-        beams.advance(state.step(beams.ids))
-        state.cache.gather(beams.parents)
+        beams.advance(next_token(beams.ids))
+        cache.gather(beams.parents)
 
     step = ReplayedStep(recorder(torch.device("cuda"), keeps_memory=True), model, run, "decoding")
     for _ in range(3):
@@ -179,14 +180,14 @@ def test_a_capture_that_fails_leaves_everything_usable(captures, monkeypatch):
     source, lengths = sources(RAGGED)
     source = source.cuda()
     expected = greedy_search(model, source, lengths, SearchOptions(beam=1, cuda_graphs=False))
-    forward = DecoderState.step
+    forward = search.next_logits
 
-    def waiting(self, ids):
+    def waiting(model, embedding, cache, ids):
         assert int(ids[0]) >= 0
-        return forward(self, ids)
+        return forward(model, embedding, cache, ids)
 
     with monkeypatch.context() as patch:
-        patch.setattr(DecoderState, "step", waiting)
+        patch.setattr(search, "next_logits", waiting)
         with pytest.warns(RuntimeWarning, match="goes on without CUDA graphs") as said:
             actual = greedy_search(model, source, lengths, SearchOptions(beam=1, cuda_graphs=True))
     assert len([w for w in said if "CUDA graphs" in str(w.message)]) == 1

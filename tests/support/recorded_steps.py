@@ -20,10 +20,9 @@ from torch.utils._pytree import tree_leaves
 
 from fastformer import modes
 from fastformer.apps.translation.model import TranslationModel
-from fastformer.apps.translation.search import DecoderState
 from fastformer.host.cuda_graphs import Recorded, Recorder, ReplayedStep
 from tests.support.translation_task import BOS
-from tests.support.uncached_search import sources
+from tests.support.uncached_search import cached_decoder, sources
 
 WAITS = {"_local_scalar_dense", "item", "nonzero", "equal", "is_nonzero", "masked_select", "_unique", "_unique2"}
 WAITS |= {"unique_dim", "unique_consecutive"}
@@ -136,22 +135,23 @@ def steps_of_both(
     device = model.output.weight.device
     source, lengths_ = sources(lengths)
     arguments = model, source.to(device), lengths_, hypotheses
-    static, growing = DecoderState(*arguments, capacity=steps), DecoderState(*arguments)
+    static, static_step = cached_decoder(*arguments, capacity=steps)
+    growing, growing_step = cached_decoder(*arguments)
     generator = torch.Generator().manual_seed(1)
     B, N = len(lengths), hypotheses
     fed, parents = torch.full((B * N,), BOS, device=device), torch.arange(B * N, device=device)
 
     def run() -> Tensor:
-        static.cache.gather(parents)
-        return static.step(fed)
+        static.gather(parents)
+        return static_step(fed)
 
     replayed = ReplayedStep(recorder, model, run, "decoding")
     for t in range(steps):
-        yield replayed(), growing.step(fed)
+        yield replayed(), growing_step(fed)
         swap = torch.cat([torch.randint(b * N, b * N + N, (N,), generator=generator) for b in range(B)]).to(device)
-        growing.cache.reorder(swap)
+        growing.reorder(swap)
         if t in leave_at:
-            static.cache.reorder(swap)
+            static.reorder(swap)
             stay = torch.arange(1, B, device=device)
             static.keep(stay)
             growing.keep(stay)

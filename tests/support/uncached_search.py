@@ -1,9 +1,11 @@
 """Greedy and beam search as loops over lists that recompute everything without a cache."""
 
 import math
+from functools import partial
 
 import torch
 
+from fastformer.apps.models.decoding import next_logits
 from fastformer.apps.text import collate_source
 from tests.support.translation_task import BOS, EOS, IDS, PAD, random_ids
 
@@ -12,6 +14,13 @@ def sources(lengths, seed=0, vocabulary=17):
     """Return packed ids with eos, and lengths with eos, of random sentences."""
     generator = torch.Generator().manual_seed(seed)
     return collate_source([random_ids(n, generator, vocabulary) for n in lengths], IDS)
+
+
+def cached_decoder(model, source, lengths, hypotheses=1, capacity=None):
+    """Return a new cache of a search, and the step that feeds it a token for each row and returns the next logits."""
+    memory, layout = model.encode(source, lengths)
+    cache = model.decoder.new_cache(memory, memory_layout=layout, hypotheses=hypotheses, capacity=capacity)
+    return cache, partial(next_logits, model, model.target_embedding, cache)
 
 
 def rows_of(source, lengths):

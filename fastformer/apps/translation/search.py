@@ -80,42 +80,6 @@ class SearchOptions(Settings):
         return limits.clamp(min=max(1, self.min_length), max=most)
 
 
-class DecoderState:
-    """A batch of unfinished hypotheses; `cache` has their keys and values, and reorders them.
-
-    Args:
-        model: in evaluation mode.
-        source: int64 ids with eos, packed `[S]` or padded `[B, S]`.
-        source_lengths: int64 `[B]`.
-        hypotheses: N, rows a sentence.
-        capacity: of the cache, in tokens, at most what learned positions hold. It then counts the positions on the
-            device, so that a CUDA graph can repeat a step. None: it grows.
-
-    Raises:
-        RuntimeError: a layer of the decoder, or attention in it, has hooks or a class that fastformer does not know.
-    """
-
-    def __init__(
-        self,
-        model: TranslationModel,
-        source: Tensor,
-        source_lengths: Tensor,
-        hypotheses: int = 1,
-        capacity: int | None = None,
-    ) -> None:
-        memory, layout = model.encode(source, source_lengths)
-        self.model = model
-        self.cache = model.decoder.new_cache(memory, memory_layout=layout, hypotheses=hypotheses, capacity=capacity)
-
-    def step(self, ids: Tensor) -> Tensor:
-        """Feed the next token of each row, int64 `[R]`; return the logits of the one after, `[R, V]`."""
-        return next_logits(self.model, self.model.target_embedding, self.cache, ids)
-
-    def keep(self, sentences: Tensor) -> None:
-        """Keep these sentences only, int64, ascending."""
-        self.cache.keep(sentences)
-
-
 def greedy_search(
     model: TranslationModel, source: Tensor, source_lengths: Tensor, options: SearchOptions | None = None
 ) -> list[Hypothesis]:
@@ -153,6 +117,7 @@ def beam_search(
     Raises:
         FloatingPointError: the model gives NaN.
         ValueError: options.cuda_graphs is True without a CUDA device.
+        RuntimeError: a layer of the decoder, or attention in it, has hooks or a class that fastformer does not know.
     """
     options = options or SearchOptions()
     source_lengths = lengths_of("source_lengths", source_lengths)
@@ -164,29 +129,32 @@ def beam_search(
     recorder = recorder_of(model, model.config.decoder_layers, N * limits.numel() * longest, options.cuda_graphs)
     # A graph reorders hypotheses by copying the capacity of the cache, so it grows where there are several.
     capacity = longest if recorder and N == 1 else min(longest, _FIRST_CAPACITY)
-    state = DecoderState(model, source, source_lengths, N, capacity if recorder else None)
+    memory, layout = model.encode(source, source_lengths)
+    # A cache with a capacity counts the positions on the device, so that a CUDA graph can repeat a step.
+    fixed = capacity if recorder else None
+    cache = model.decoder.new_cache(memory, memory_layout=layout, hypotheses=N, capacity=fixed)
     beams = Beams(limits, N, model.config, options, source.device, capacity)
     chooses = recorder is not None and not options.sample  # a drawn token waits for the device
 
     def run() -> Tensor | None:
-        logits = state.step(beams.ids)
+        logits = next_logits(model, model.target_embedding, cache, beams.ids)
         if not chooses:
             return logits
         beams.advance(logits)
         if N > 1:
-            state.cache.gather(beams.parents)  # type: ignore[attr-defined]
+            cache.gather(beams.parents)  # type: ignore[attr-defined]
         return None
 
     step = ReplayedStep(recorder, model.target_embedding, run, "decoding")
     results: list[list[Hypothesis]] = [[] for _ in range(limits.numel())]
-    batch = list(range(limits.numel()))  # the sentences whose rows are in the state
+    batch = list(range(limits.numel()))  # the sentences whose rows are in the cache
     idle_rows = 0  # of sentences that are done, at each step
     for length in range(1, longest + 1):
         if length > capacity:
             capacity = min(longest, 2 * capacity)
             beams.reserve(capacity)
             if recorder:
-                state.cache.grow(capacity)  # type: ignore[attr-defined]
+                cache.grow(capacity)  # type: ignore[attr-defined]
                 step.reset()
         logits = step()
         if logits is not None:
@@ -198,7 +166,7 @@ def beam_search(
         if running and logits is not None and N > 1:
             parents = beams.parents.cpu()
             if not torch.equal(parents, torch.arange(len(parents), device="cpu")):
-                state.cache.reorder(parents)
+                cache.reorder(parents)
         idle_rows += N * (len(batch) - len(running))
         leave = idle_rows > decoding.IDLE_ROWS if recorder else len(running) <= len(batch) * _RUNNING
         if leave or not running:
@@ -208,7 +176,7 @@ def beam_search(
             if not running:
                 break
             idle_rows, batch = 0, [batch[row] for row in running]
-            for each in (state, beams):
+            for each in (cache, beams):
                 each.keep(torch.tensor(running, device="cpu"))
             step.reset()
     return results

@@ -9,30 +9,31 @@ from fastformer.apps.language.sampling import LanguageState, SamplingOptions, sa
 from fastformer.apps.models import decoding
 from fastformer.apps.models.decoding import recorder_of
 from fastformer.apps.models.sampling import RandomStreams
-from fastformer.apps.translation.search import DecoderState, SearchOptions, greedy_search
+from fastformer.apps.translation.search import SearchOptions, greedy_search
 from fastformer.host.cuda_graphs import Recorded, ReplayedStep
 from tests.support import language_task, translation_task
-from tests.support.uncached_search import RAGGED, sources
+from tests.support.uncached_search import RAGGED, cached_decoder, sources
 
 LENGTH = 9
 
 
 def language(tape):
     model = language_task.random_model(3).double()
-    return model, model.config.layers, LanguageState(model, [[2, 5], [2]], LENGTH, tape), 2
+    return model, model.config.layers, LanguageState(model, [[2, 5], [2]], LENGTH, tape).cache, 2
 
 
 def translation(tape):
     model = translation_task.random_model(6).double()
-    return model, model.config.decoder_layers, DecoderState(model, *sources(RAGGED), 4, LENGTH), 4 * len(RAGGED)
+    cache, _ = cached_decoder(model, *sources(RAGGED), 4, LENGTH)
+    return model, model.config.decoder_layers, cache, 4 * len(RAGGED)
 
 
 @pytest.mark.parametrize("make", [language, translation])
 @torch.inference_mode()
 def test_by_default_where_they_apply(make, tape, monkeypatch):
     """If the cache takes at most a tenth of the device's memory, and without hooks."""
-    model, layers, state, rows = make(tape)
-    memory = 10 * sum(x.nbytes for layer in state.cache.layers for x in (layer.keys, layer.values))
+    model, layers, cache, rows = make(tape)
+    memory = 10 * sum(x.nbytes for layer in cache.layers for x in (layer.keys, layer.values))
     for size, cuda_graphs, applies in (
         (memory, None, True),
         (memory, False, False),

@@ -7,7 +7,7 @@ from fastformer.apps.models import decoding
 from fastformer.apps.train import TrainConfig
 from fastformer.apps.translation import search
 from fastformer.apps.translation.run import DataConfig, TranslationRun
-from fastformer.apps.translation.search import DecoderState, SearchOptions, beam_search, greedy_search
+from fastformer.apps.translation.search import SearchOptions, beam_search, greedy_search
 from tests.support.fused_op import poisoned
 from tests.support.recorded_steps import steps_of_both
 from tests.support.translation_task import random_model
@@ -71,13 +71,13 @@ def test_validations_replay_graphs_unless_training_may_not(graphs, tape, monkeyp
 def test_a_step_that_cannot_be_captured_is_eager_from_then_on(tape, monkeypatch):
     """As one that waits for the device: one warning with the reason, and the results are the same."""
     captures = []
-    forward, capture = DecoderState.step, tape.capture
+    forward, capture = search.next_logits, tape.capture
 
-    def waiting(self, ids):
+    def waiting(model, embedding, cache, ids):
         assert int(ids[0]) >= 0
-        return forward(self, ids)
+        return forward(model, embedding, cache, ids)
 
-    monkeypatch.setattr(DecoderState, "step", waiting)
+    monkeypatch.setattr(search, "next_logits", waiting)
     monkeypatch.setattr(tape, "capture", lambda step: captures.append(1) or capture(step))
     arguments = random_model(7).double(), *sources(RAGGED)
     expected = greedy_search(*arguments)

@@ -9,10 +9,11 @@ import torch
 from torch import nn
 
 from fastformer.apps.models.sampling import RandomStreams
-from fastformer.apps.translation.search import DecoderState, SearchOptions, beam_search, greedy_search
+from fastformer.apps.translation.search import SearchOptions, beam_search, greedy_search
 from tests.support.translation_task import BOS, EOS, PAD, UNK, random_model, reverse_batch, reversing_model
 from tests.support.uncached_search import (
     RAGGED,
+    cached_decoder,
     log_probabilities,
     naive_beam,
     naive_greedy,
@@ -207,13 +208,14 @@ def test_a_sentence_does_not_depend_on_its_batch(search, trained, leave, monkeyp
 @pytest.mark.slow
 def test_finished_sentences_leave_the_batch(monkeypatch):
     """At most an eighth of the rows have finished, and no sentence waits for the longest one of the batch."""
-    steps, step = [], DecoderState.step  # rows of every step
+    search = sys.modules[beam_search.__module__]
+    steps, step = [], search.next_logits  # rows of every step
 
-    def count(self, ids):
+    def count(model, embedding, cache, ids):
         steps.append(len(ids))
-        return step(self, ids)
+        return step(model, embedding, cache, ids)
 
-    monkeypatch.setattr(DecoderState, "step", count)
+    monkeypatch.setattr(search, "next_logits", count)
     model = reversing_model()
     batch = reverse_batch(2000, 40)
     actual = greedy_search(model, batch.source, batch.source_lengths)
@@ -242,20 +244,20 @@ def test_cached_logits_are_the_models():
     source, lengths = sources([3, 1, 6])
     rows = rows_of(source, lengths)
     N = 2
-    state = DecoderState(model, source, lengths, hypotheses=N)
+    cache, step = cached_decoder(model, source, lengths, hypotheses=N)
     generator = torch.Generator().manual_seed(1)
     prefixes = [[] for _ in range(len(rows) * N)]
     fed = torch.full((len(prefixes),), BOS)
     for t in range(36):
-        logits = state.step(fed).float().log_softmax(-1)
+        logits = step(fed).float().log_softmax(-1)
         for i, (prefix, row) in enumerate(zip(prefixes, logits, strict=True)):
             torch.testing.assert_close(row, log_probabilities(model, rows[i // N], [prefix])[0], atol=1e-5, rtol=0)
         if t % 3 == 1:
             swap = torch.cat([torch.randint(b * N, b * N + N, (N,), generator=generator) for b in range(len(rows))])
-            state.cache.reorder(swap)
+            cache.reorder(swap)
             prefixes = [list(prefixes[i]) for i in swap.tolist()]
         if t == 5:
-            state.keep(torch.tensor([0, 2]))
+            cache.keep(torch.tensor([0, 2]))
             rows, prefixes = (rows[0], rows[2]), prefixes[:N] + prefixes[2 * N :]
         fed = torch.randint(4, 17, (len(prefixes),), generator=generator)
         for prefix, token in zip(prefixes, fed.tolist(), strict=True):
@@ -267,7 +269,7 @@ def test_drawn_sentences_that_have_ended_wait_for_the_others(monkeypatch):
     monkeypatch.setattr(sys.modules[beam_search.__module__], "_RUNNING", 0)
     logits = torch.zeros(2, 12)
     logits[0, EOS], logits[1, EOS] = 50.0, -50.0
-    monkeypatch.setattr(DecoderState, "step", lambda self, ids: logits)
+    monkeypatch.setattr(sys.modules[beam_search.__module__], "next_logits", lambda *_: logits)
     model = random_model(11, source_vocabulary=12, target_vocabulary=12)
     options = SearchOptions(sample=True, no_repeat_ngram=2, max_length=25)
     source, lengths = sources([9, 9], vocabulary=12)

@@ -18,9 +18,9 @@ from torch import Tensor
 
 from fastformer.apps.classification.corpus import LabelledCorpus, encode_texts
 from fastformer.apps.classification.model import SequenceClassifier
-from fastformer.apps.models.common import check_tokenizer, layouts_of
+from fastformer.apps.models.common import check_tokenizer
 from fastformer.apps.plots.attention_maps import AttentionMaps, attend_ids
-from fastformer.apps.text import LabelledBatches, Sequences, Tokenizer
+from fastformer.apps.text import Sequences, Tokenizer
 from fastformer.apps.text.files import check_texts
 from fastformer.host.devices import device_of
 from fastformer.settings import check_value
@@ -31,14 +31,10 @@ logger = logging.getLogger("fastformer")
 @torch.no_grad()
 def class_logits(model: SequenceClassifier, sequences: Sequences, batch_size: int = 64) -> Iterator[Tensor]:
     """Yield the logits of N sequences by batch, fp32 `[batch_size or fewer, C]` on the CPU; call `.eval()` first."""
-    if not len(sequences):
-        return
-    device = device_of(model)
-    labels = np.zeros(len(sequences), np.int64)  # unused
-    for each in LabelledBatches(sequences, labels, size=batch_size, shuffle=False).epoch(0):
-        batch = each.to(device)
-        (layout,) = layouts_of(batch, "lengths")
-        yield model.logits(model(batch.ids, layout)).float().cpu()
+    for start in range(0, len(sequences), batch_size):
+        batch = sequences.take(np.arange(start, min(start + batch_size, len(sequences))))
+        ids = torch.from_numpy(batch.ids.astype(np.int64)).to(device_of(model))
+        yield model.logits(model(ids, torch.from_numpy(batch.lengths))).float().cpu()
 
 
 class Classifier:

@@ -102,8 +102,7 @@ def number_texts(count: int, seed: int = 1) -> LabelledCorpus:
 def encode_texts(texts: Sequence[str], tokenizer: Tokenizer, max_length: int) -> tuple[Sequences, int]:
     """Encode texts as bos, for pooling "first", and tokens, at most `max_length`; count cut texts too."""
     sequences, cut = encode_source(texts, tokenizer, max_length)
-    ids, lengths = sequences.with_special(first=tokenizer.bos_id)
-    return Sequences(ids.astype(np.int32), np.concatenate([[0], np.cumsum(lengths)])), cut
+    return sequences.with_special(first=tokenizer.bos_id), cut
 
 
 def _corpus(labelled: Sequence[tuple[str, str]], labels: tuple[str, ...], name: str, dropped: int) -> LabelledCorpus:

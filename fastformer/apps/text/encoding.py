@@ -6,7 +6,7 @@ Each side is one flat array with offsets: 29,000 pairs are 4 MB instead of 26 MB
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -59,13 +59,13 @@ class Sequences:
         """Return the first `length` ids of each sequence."""
         return _gather(self.ids, self.offsets[:-1], np.minimum(self.lengths, length))
 
-    def with_special(self, first: int | None = None, last: int | None = None) -> tuple[Ints, Ints]:
-        """Return all sequences, each with an id before or after it: ids int64 [total + count], lengths [count]."""
+    def with_special(self, first: int | None = None, last: int | None = None) -> "Sequences":
+        """Return all sequences, each with an id before or after it."""
         places = ((first, self.offsets[:-1]), (last, self.offsets[1:]))
         added = [(special, offsets) for special, offsets in places if special is not None]
         positions = np.stack([offsets for _, offsets in added], axis=1).reshape(-1)
-        ids = np.insert(self.ids.astype(np.int64), positions, [special for special, _ in added] * len(self))
-        return ids, self.lengths + len(added)
+        ids = np.insert(self.ids, positions, [special for special, _ in added] * len(self))
+        return Sequences(ids, self.offsets + len(added) * np.arange(len(self) + 1))
 
 
 def say_unknown(*sides: tuple[Sequences, int]) -> str:
@@ -84,9 +84,9 @@ def ranges(starts: Ints, lengths: Ints) -> tuple[Ints, Ints]:
     return np.arange(offsets[-1]) + np.repeat(starts - offsets[:-1], lengths), offsets
 
 
-def _gather(ids: NDArray[Any], starts: Ints, lengths: Ints) -> Sequences:
+def _gather(ids: NDArray[np.int32], starts: Ints, lengths: Ints) -> Sequences:
     positions, offsets = ranges(starts, lengths)
-    return Sequences(ids[positions].astype(np.int32, copy=False), offsets)
+    return Sequences(ids[positions], offsets)
 
 
 @dataclass(frozen=True)
@@ -185,14 +185,14 @@ def encode_lines(documents: Sequence[Sequence[str]], tokenizer: Tokenizer) -> En
     A document of one line without a token is dropped and counted. Raises ``ValueError`` if none is left.
     """
     lines = _encode([line for document in documents for line in document], tokenizer)
-    ids, lengths = lines.with_special(last=tokenizer.eos_id)
+    lines = lines.with_special(last=tokenizer.eos_id)
     line_counts = np.fromiter(map(len, documents), np.int64, len(documents))
-    bounds = _offsets(lengths)[_offsets(line_counts)]  # the begin of each document in `ids`, and the end of all
+    bounds = lines.offsets[_offsets(line_counts)]  # the begin of each document in `lines.ids`, and the end of all
     sizes = np.diff(bounds) - 1  # the last eos belongs to the document
     indices = np.flatnonzero(sizes > 0)
     if len(indices) == 0:
         raise ValueError(f"none of the {len(sizes):,} documents has a token")
-    sequences = _gather(ids, bounds[indices], sizes[indices])
+    sequences = _gather(lines.ids, bounds[indices], sizes[indices])
     return EncodedDocuments(sequences, tokenizer.special_ids, len(sizes) - len(indices))
 
 

@@ -37,7 +37,7 @@ from fastformer.apps.text import (
     read_text,
     split_text,
 )
-from fastformer.apps.text.batches import Pieces, cut_documents
+from fastformer.apps.text.batches import Pieces, cut_documents, divide_by_tokens
 from fastformer.apps.text.tokenizer import UNK
 from fastformer.apps.train import TrainConfig, Validation
 from fastformer.host.devices import device_of
@@ -203,8 +203,7 @@ class LanguageRun(Run):
         return language_model_loss(model, batch, self.train_config.label_smoothing)
 
     def validation(self) -> Validation:
-        encoded = _encode(self.corpora["valid"], self.tokenizer, self.data.stream)
-        pieces = _cut(encoded, self.data.context, self.data.stream)
+        _, pieces = _pieces(self.corpora["valid"], self.tokenizer, self.data.context, self.data.stream)
 
         def score(model: LanguageModel, indices: NDArray[np.int64]) -> dict[str, float]:
             chosen = pieces.take(indices)
@@ -222,25 +221,18 @@ def _encode(corpus: TextCorpus, tokenizer: Tokenizer, stream: str) -> EncodedDoc
         raise ValueError(f"{corpus.name}: {error}") from None
 
 
-def _cut(documents: EncodedDocuments, context: int, stream: str) -> Pieces:
-    """Cut documents into pieces, in which a model predicts every token once."""
-    return cut_documents(documents, context, documents.special_ids.eos_id if stream == "columns" else None)
+def _pieces(corpus: TextCorpus, tokenizer: Tokenizer, context: int, stream: str) -> tuple[EncodedDocuments, Pieces]:
+    """Encode a corpus, and cut it into pieces in which a model predicts every token once."""
+    documents = _encode(corpus, tokenizer, stream)
+    return documents, cut_documents(documents, context, tokenizer.eos_id if stream == "columns" else None)
 
 
 @torch.no_grad()
 def _nats(model: LanguageModel, pieces: Pieces) -> float:
     """Sum the loss over all predictions."""
-    device, ends, total = device_of(model), np.cumsum(pieces.lengths), 0.0
-    # Batches of whole pieces, with about _EVALUATION_TOKENS tokens each.
-    cuts = np.searchsorted(ends, np.arange(_EVALUATION_TOKENS, ends[-1], _EVALUATION_TOKENS), side="left") + 1
-    for indices in np.split(np.arange(len(pieces)), np.unique(cuts)):
-        if len(indices):
-            total += float(language_model_loss(model, pieces.collate(indices).to(device)))
-    return total
-
-
-def _perplexity(nats: float) -> float:
-    return math.exp(min(nats, 700.0))
+    most = max(_EVALUATION_TOKENS, int(pieces.lengths.max()))
+    batches = divide_by_tokens(np.arange(len(pieces)), pieces.lengths[None], most)
+    return sum(float(language_model_loss(model, pieces.collate(each).to(device_of(model)))) for each in batches)
 
 
 @dataclass(frozen=True)
@@ -262,12 +254,12 @@ class Perplexity:
     @property
     def per_token(self) -> float:
         """exp(nats / tokens)."""
-        return _perplexity(self.nats / self.tokens)
+        return math.exp(min(self.nats / self.tokens, 700.0))
 
     @property
     def per_word(self) -> float:
         """exp(nats / words), which compares models of different tokenizers without unknown tokens."""
-        return _perplexity(self.nats / self.words)
+        return math.exp(min(self.nats / self.words, 700.0))
 
     def __str__(self) -> str:
         unknown = f", {self.unknown:,} of them <unk>" if self.unknown else ""
@@ -290,8 +282,7 @@ def perplexity(model: LanguageModel, corpus: TextCorpus, tokenizer: Tokenizer, c
     Raises:
         ValueError: context is below 1, or no document has a token.
     """
-    documents = _encode(corpus, tokenizer, stream)
-    pieces = _cut(documents, context, stream)
+    documents, pieces = _pieces(corpus, tokenizer, context, stream)
     unknown = int(np.count_nonzero(documents.documents.ids == tokenizer.unk_id))
     # Each skipped document is a line without a token, of which corpus.words counts the <eos>.
     return Perplexity(_nats(model, pieces), pieces.predictions, corpus.words - documents.dropped, unknown)

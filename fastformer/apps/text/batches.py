@@ -70,7 +70,7 @@ def _divide_by_count(order: Ints, count: int) -> list[Ints]:
     return np.split(order, range(count, len(order), count))
 
 
-def _divide_by_tokens(order: Ints, lengths: NDArray[np.int64], tokens: int, packed: bool = True) -> list[Ints]:
+def divide_by_tokens(order: Ints, lengths: NDArray[np.int64], tokens: int, packed: bool = True) -> list[Ints]:
     """Return batches that hold as many sequences as fit: no side has more than `tokens` positions.
 
     lengths: int64 `[sides, sequences]`, each from 1 to `tokens`. Positions are tokens, with padding unless `packed`.
@@ -169,7 +169,7 @@ class Batches(EpochBatches[Batch]):
             batches = _divide_by_count(order, self.sentences)
         else:
             assert self.tokens is not None
-            batches = _divide_by_tokens(order, self._lengths, self.tokens, self.packed)
+            batches = divide_by_tokens(order, self._lengths, self.tokens, self.packed)
         if self.shuffle and self.bucket:
             batches = [batches[i] for i in random.permutation(len(batches))]
         return batches
@@ -283,7 +283,7 @@ class LanguageBatches(EpochBatches[LanguageBatch]):
         pieces = cut_documents(documents, context)
         if tokens < context:
             raise ValueError(f"tokens={tokens} is less than context={context}: a batch must hold at least one piece")
-        divide = lambda order, _: _divide_by_tokens(order, pieces.lengths[None], tokens)  # noqa: E731
+        divide = lambda order, _: divide_by_tokens(order, pieces.lengths[None], tokens)  # noqa: E731
         super().__init__(len(pieces), divide, pieces.collate, seed, shuffle)
 
 

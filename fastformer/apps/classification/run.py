@@ -26,8 +26,6 @@ from fastformer.apps.text.encoding import say_unknown
 from fastformer.apps.train import TrainConfig, Validation
 from fastformer.settings import check_value
 
-Split = Literal["train", "valid", "test"]
-
 
 class ClassificationDataConfig(TextConfig):
     """Settings of the labelled text, the tokenizer and the batches."""
@@ -97,7 +95,7 @@ APPLICATION = Application(
 )
 
 
-def read_labelled_corpora(data: ClassificationDataConfig) -> dict[Split, LabelledCorpus]:
+def read_labelled_corpora(data: ClassificationDataConfig) -> dict[str, LabelledCorpus]:
     """Read or generate training, validation and test text; labels are those of the settings, or else of training.
 
     Sets without a file are split off at random, equal texts together. Raises TextError for too few texts.
@@ -109,15 +107,13 @@ def read_labelled_corpora(data: ClassificationDataConfig) -> dict[Split, Labelle
         paths = {"valid": data.valid_text, "test": data.test_text}
         files = {name: read_labelled(path, whole.labels, name) for name, path in paths.items() if path is not None}
     if len(files) == 2:
-        return {"train": whole, "valid": files["valid"], "test": files["test"]}
-    train, *held_out = hold_out(whole.texts, data.held_out, 1, whole.name, "texts")
-    corpora = {}
-    for name, indices in zip(("valid", "test"), held_out, strict=True):
-        if name in files:  # its share is for training
-            train = sorted(train + indices)
-        corpora[name] = files[name] if name in files else whole.take(indices, name)
+        return {"train": whole, **files}
+    train, valid, test = hold_out(whole.texts, data.held_out, 1, whole.name, "texts")
+    held_out = {"valid": valid, "test": test}
+    for name in files:  # its share is for training
+        train = sorted(train + held_out[name])
     rest = replace(whole.take(train, "train"), dropped=whole.dropped)
-    return {"train": rest, "valid": corpora["valid"], "test": corpora["test"]}
+    return {"train": rest, **{name: whole.take(indices, name) for name, indices in held_out.items()}, **files}
 
 
 class ClassificationRun(Run):
@@ -126,11 +122,11 @@ class ClassificationRun(Run):
     application = APPLICATION
     data: ClassificationDataConfig
     train_config: ClassificationTrainConfig
-    corpora: dict[Split, LabelledCorpus]
+    corpora: dict[str, LabelledCorpus]
     model_config: ClassifierConfig
 
     @classmethod
-    def read(cls, data: ClassificationDataConfig) -> tuple[ClassificationDataConfig, dict[Split, LabelledCorpus]]:
+    def read(cls, data: ClassificationDataConfig) -> tuple[ClassificationDataConfig, dict[str, LabelledCorpus]]:
         corpora = read_labelled_corpora(data)
         return replace(data, labels=corpora["train"].labels), corpora
 

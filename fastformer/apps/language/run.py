@@ -44,8 +44,6 @@ from fastformer.host.devices import device_of
 from fastformer.settings import check_value
 
 STREAMS = ("documents", "columns")
-Split = Literal["train", "valid", "test"]
-_SPLITS: tuple[Split, ...] = ("train", "valid", "test")
 _EVALUATION_TOKENS = 4096  # in a batch; more did not make it faster on a CPU
 
 
@@ -87,7 +85,7 @@ class LanguageDataConfig(TextConfig):
         return "documents to tell apart" if separate else "none"
 
 
-def read_text_corpora(data: LanguageDataConfig) -> dict[Split, TextCorpus]:
+def read_text_corpora(data: LanguageDataConfig) -> dict[str, TextCorpus]:
     """Read the training, validation and test text."""
     if data.train_text is None:
         if data.dataset == "docstrings":
@@ -95,17 +93,16 @@ def read_text_corpora(data: LanguageDataConfig) -> dict[Split, TextCorpus]:
         else:
             assert data.dataset is not None
             splits = open_text_dataset(data.dataset, data.document)  # type: ignore[arg-type]
-        return dict(zip(_SPLITS, splits, strict=True))
+        return {corpus.name: corpus for corpus in splits}
     document: Any = data.document or "line"
     paths = {"train": data.train_text, "valid": data.valid_text, "test": data.test_text}
-    corpora = {name: read_text(path, document, name) for name, path in paths.items() if path is not None}
-    if len(corpora) < len(paths):
-        train, *held_out = split_text(corpora["train"], data.held_out, seed=1)
-        # A corpus with a file stays as it is, and what would be held out for it goes back to training.
-        missing = {corpus.name: corpus for corpus in held_out if corpus.name not in corpora}
-        back = [lines for corpus in held_out if corpus.name in corpora for lines in corpus.documents]
-        corpora |= {"train": TextCorpus(train.documents + back, "train"), **missing}
-    return {name: corpora[name] for name in _SPLITS}
+    files = {name: read_text(path, document, name) for name, path in paths.items() if path is not None}
+    if len(files) == len(paths):
+        return files
+    corpora = {corpus.name: corpus for corpus in split_text(files.pop("train"), data.held_out, seed=1)}
+    for name in files:  # a corpus with a file stays as it is; what would be held out for it goes back to training
+        corpora["train"].documents.extend(corpora[name].documents)
+    return corpora | files
 
 
 class LanguageTrainConfig(TrainConfig):
@@ -144,11 +141,11 @@ class LanguageRun(Run):
 
     application = APPLICATION
     data: LanguageDataConfig
-    corpora: dict[Split, TextCorpus]
+    corpora: dict[str, TextCorpus]
     model_config: LanguageConfig
 
     @classmethod
-    def read(cls, data: LanguageDataConfig) -> tuple[LanguageDataConfig, dict[Split, TextCorpus]]:
+    def read(cls, data: LanguageDataConfig) -> tuple[LanguageDataConfig, dict[str, TextCorpus]]:
         return data, read_text_corpora(data)
 
     def chosen_data(self, given: Given) -> dict[str, Any]:

@@ -5,7 +5,7 @@
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
@@ -47,7 +47,6 @@ _NUMBER_PAIRS = 10_000  # pairs of number words if train_size is unset
 _MOST_SPLIT_OFF = 500  # pairs for validation and for testing, if their number is unset
 _SPLIT_OFF = f"{_MOST_SPLIT_OFF}, or a tenth of fewer than {10 * _MOST_SPLIT_OFF:,} pairs"
 _HELD_OUT = {"corpus": (NUMBERS, "sentence files")}
-Split = Literal["train", "valid", "test"]
 
 
 class DataConfig(VocabularyConfig):
@@ -168,18 +167,17 @@ def _sizes_split_off(data: DataConfig, pairs: int) -> tuple[int, int]:
     return valid_size, 0 if data.test_source is not None else data.test_size or unset
 
 
-def read_corpora(data: DataConfig) -> dict[Split, ParallelCorpus]:
+def read_corpora(data: DataConfig) -> dict[str, ParallelCorpus]:
     """Read or generate training, validation and test pairs; train on the first `train_size` that are not split off."""
     if data.train_source is not None and data.train_target is not None:
-        held_out: dict[str, ParallelCorpus] = {}
-        for name in ("valid", "test"):
-            if getattr(data, f"{name}_source") is not None:
-                held_out[name] = read_parallel(getattr(data, f"{name}_source"), getattr(data, f"{name}_target"), name)
+        files = {"valid": (data.valid_source, data.valid_target), "test": (data.test_source, data.test_target)}
+        held_out = {
+            name: read_parallel(source, target, name) for name, (source, target) in files.items() if source and target
+        }
         limit = None if data.train_size is None else data.train_size + sum(_sizes_split_off(data, data.train_size))
         train = read_parallel(data.train_source, data.train_target, "train", limit)
         sizes = _sizes_split_off(data, min(data.train_size or len(train), len(train)))
-        train, valid, test = split(train, *sizes, 1)
-        return {"train": train, "valid": held_out.get("valid", valid), "test": held_out.get("test", test)}
+        return {corpus.name: corpus for corpus in split(train, *sizes, 1)} | held_out
     if data.dataset == "numbers":
         if data.source != "en":
             raise ValueError(f"source must be 'en' for dataset 'numbers', not {data.source!r}")
@@ -188,7 +186,7 @@ def read_corpora(data: DataConfig) -> dict[Split, ParallelCorpus]:
     else:
         assert data.dataset is not None
         corpora = open_dataset(data.dataset, data.source, data.target, data.train_size)
-    return dict(zip(("train", "valid", "test"), corpora, strict=True))
+    return {corpus.name: corpus for corpus in corpora}
 
 
 APPLICATION = Application(
@@ -217,11 +215,11 @@ class TranslationRun(Run):
 
     application = APPLICATION
     data: DataConfig
-    corpora: dict[Split, ParallelCorpus]
+    corpora: dict[str, ParallelCorpus]
     model_config: TranslationConfig
 
     @classmethod
-    def read(cls, data: DataConfig) -> tuple[DataConfig, dict[Split, ParallelCorpus]]:
+    def read(cls, data: DataConfig) -> tuple[DataConfig, dict[str, ParallelCorpus]]:
         return data, read_corpora(data)
 
     def learn(self) -> tuple[Tokenizer, Tokenizer]:

@@ -122,43 +122,40 @@ def train_sentencepiece(
     if not texts:
         raise TextError("no text to train a tokenizer on: every line is empty")
     longest = max(len(encode_text(text, f"line {i:,} that is not blank")) for i, text in enumerate(texts, start=1))
-    options = {
-        "model_type": model_type,
-        "character_coverage": character_coverage,
-        "num_threads": 2,
-        "max_sentence_length": max(4192, longest + 1),  # sentencepiece silently skips lines beyond its default
-        "minloglevel": _SILENT,
-        "user_defined_symbols": [symbol.lower() if lowercase else symbol for symbol in symbols],
-        **{"unk_piece": UNK, "pad_piece": PAD, "bos_piece": BOS, "eos_piece": EOS},
-        **vars(special_ids),
-    }
-    segments = [each for text in texts for each in _LINE_SEGMENT.findall(_LONG_WORD.sub(r"\g<0> ", text))]
-    tokenizer = SentencePieceTokenizer(_train(segments, vocabulary_size, options), lowercase)
-    if tokenizer.size < vocabulary_size:
-        logger.warning(
-            "vocabulary_size %s is more than these %s lines allow for a %s model: using %s",
-            *(f"{vocabulary_size:,}", f"{len(texts):,}", model_type, f"{tokenizer.size:,}"),
-        )
-    return tokenizer
-
-
-def _train(texts: Sequence[str], vocabulary_size: int, options: dict[str, Any]) -> bytes:
-    """Train a model; if `vocabulary_size` is too large, train again at the maximum that sentencepiece's error names."""
+    segments = (each for text in texts for each in _LINE_SEGMENT.findall(_LONG_WORD.sub(r"\g<0> ", text)))
     model = io.BytesIO()
     try:
         sentencepiece.SentencePieceTrainer.train(
-            sentence_iterator=iter(texts), model_writer=model, vocab_size=vocabulary_size, **options
+            sentence_iterator=segments,
+            model_writer=model,
+            vocab_size=vocabulary_size,
+            hard_vocab_limit=False,  # a vocabulary that is too large becomes the largest possible one
+            model_type=model_type,
+            character_coverage=character_coverage,
+            num_threads=2,
+            max_sentence_length=max(4192, longest + 1),  # sentencepiece silently skips lines beyond its default
+            minloglevel=_SILENT,
+            user_defined_symbols=[symbol.lower() if lowercase else symbol for symbol in symbols],
+            unk_piece=UNK,
+            pad_piece=PAD,
+            bos_piece=BOS,
+            eos_piece=EOS,
+            **vars(special_ids),
         )
     except RuntimeError as error:
-        if match := re.search(r"Vocabulary size too high .* <= (\d+)", str(error)):
-            return _train(texts, int(match[1]), options)
         if match := re.search(r"smaller than required_chars\. \d+ vs (\d+)", str(error)):
             raise TextError(
                 f"vocabulary_size {vocabulary_size} is too small: the characters of these lines and the special "
                 f"symbols need {match[1]}; raise it, or lower character_coverage"
             ) from None
         raise TextError(f"sentencepiece cannot be trained on these lines: {error}") from error
-    return model.getvalue()
+    tokenizer = SentencePieceTokenizer(model.getvalue(), lowercase)
+    if tokenizer.size < vocabulary_size:
+        logger.warning(
+            "vocabulary_size %s is more than these %s lines allow for a %s model: using %s",
+            *(f"{vocabulary_size:,}", f"{len(texts):,}", model_type, f"{tokenizer.size:,}"),
+        )
+    return tokenizer
 
 
 class MarianTokenizer(Tokenizer):

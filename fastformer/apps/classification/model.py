@@ -11,7 +11,7 @@ Letters: B sequences, T tokens (packed: of all sequences together), L longest, D
 """
 
 from dataclasses import KW_ONLY, MISSING
-from typing import ClassVar, Literal, get_args
+from typing import ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -24,8 +24,6 @@ from fastformer.apps.text import LabelledBatch
 from fastformer.nn.stacks import TransformerEncoder
 from fastformer.packing import Layout
 from fastformer.packing.layout import RowMap
-
-Pooling = Literal["mean", "first", "max"]
 
 
 class EncoderConfig(ModelSettings):
@@ -45,7 +43,9 @@ class EncoderConfig(ModelSettings):
     )
     embedding_norm: bool = setting(False, "a norm of the embeddings")
     pooling: str = setting(
-        "mean", "SequenceClassifier: how the hidden states of the real tokens are combined", choices=get_args(Pooling)
+        "mean",
+        "SequenceClassifier: how the hidden states of the real tokens are combined",
+        choices=("mean", "first", "max"),
     )
     pooler: bool = setting(False, "a layer with tanh after the pooling")
 

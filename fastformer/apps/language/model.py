@@ -7,7 +7,7 @@ Letters: B documents, T positions (packed: of all documents together), D model w
 """
 
 from dataclasses import KW_ONLY, MISSING
-from typing import Any, Literal, get_args
+from typing import Any
 
 from torch import Tensor, nn
 
@@ -20,7 +20,6 @@ from fastformer.apps.text import LanguageBatch
 from fastformer.nn.stacks import TransformerEncoder
 from fastformer.packing import Layout
 
-LanguageEmbeddings = Literal["separate", "tied"]
 # The settings of the decoder of Vaswani et al. (2017) and Liu et al. (2018) that differ from the defaults.
 CLASSICAL: dict[str, Any] = {"activation": "relu", "norm": "layer", "bias": True, "positions": "sinusoidal"}
 
@@ -48,9 +47,7 @@ class LanguageConfig(ModelSettings):
     output_dropout: float = setting(
         0.0, "dropout of the hidden states before the output projection", at_least=0, below=1
     )
-    embeddings: str = setting(
-        "tied", "tied: the embedding is the output projection", choices=get_args(LanguageEmbeddings)
-    )
+    embeddings: str = setting("tied", "tied: the embedding is the output projection", choices=("separate", "tied"))
     output_bias: bool = setting(False, "a bias in the output projection")
     pad_id: int = setting(1, "id of the padding token", at_least=0, below="vocabulary", derived="the tokenizer")
     bos_id: int = setting(2, "id of the begin token", at_least=0, below="vocabulary", derived="the tokenizer")

@@ -43,7 +43,6 @@ from fastformer.apps.train import TrainConfig, Validation
 from fastformer.host.devices import device_of
 from fastformer.settings import check_value
 
-STREAMS = ("documents", "columns")
 _EVALUATION_TOKENS = 4096  # in a batch; more did not make it faster on a CPU
 
 
@@ -73,7 +72,9 @@ class LanguageDataConfig(TextConfig):
         only={"parts": "documents to tell apart"},
     )
     stream: str = setting(
-        "documents", "documents, which do not attend to one another; or columns of the whole text", choices=STREAMS
+        "documents",
+        "documents, which do not attend to one another; or columns of the whole text",
+        choices=("documents", "columns"),
     )
     columns: int = setting(20, "how many columns", at_least=1, only={"stream": "columns"})
     context: int = setting(256, "most tokens that the model reads at once (bptt)", at_least=1)

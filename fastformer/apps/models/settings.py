@@ -5,7 +5,7 @@ Letters: D model width, F feed-forward width.
 
 from collections.abc import Callable, Mapping
 from dataclasses import fields
-from typing import Any, Literal, TypeVar, get_args
+from typing import Any, TypeVar, get_args
 
 from torch import Tensor, nn
 
@@ -20,7 +20,7 @@ from fastformer.nn.position_bias import ALiBi, RelativeBias
 from fastformer.nn.rotary import Llama3Scaling, Rotary
 from fastformer.nn.stacks import TransformerDecoder, TransformerEncoder
 
-Initialisation = Literal["xavier_uniform", "xavier_normal", "normal", "uniform"]
+_INITIALISATIONS = ("xavier_uniform", "xavier_normal", "normal", "uniform")
 _Stack = TypeVar("_Stack", TransformerEncoder, TransformerDecoder)
 _LAYERS: dict[Any, Any] = {TransformerEncoder: TransformerEncoderLayer, TransformerDecoder: TransformerDecoderLayer}
 _IN_ATTENTION = ("rotary", "alibi", "relative")  # positions that attention applies, not the embeddings
@@ -102,7 +102,7 @@ class ModelSettings(Settings, kw_only=True):
         128, "distances from this one on share a bucket", at_least=1, at_most=LARGEST, only=_RELATIVE
     )
     scale_embeddings: bool = setting(True, "multiply embeddings by sqrt(d_model)")
-    initialisation: str = setting("xavier_uniform", "values of new weight matrices", choices=get_args(Initialisation))
+    initialisation: str = setting("xavier_uniform", "values of new weight matrices", choices=_INITIALISATIONS)
     initialisation_range: float | None = setting(
         None,
         "uniform: from -range to range, unset: 0.1; normal: deviation, unset: 0.02",
@@ -113,7 +113,7 @@ class ModelSettings(Settings, kw_only=True):
         None,
         "values of new embeddings, and of an output projection over the vocabulary that is not tied; unset: "
         "embeddings with deviation 1/sqrt(d_model), the projection as the other matrices",
-        choices=get_args(Initialisation),
+        choices=_INITIALISATIONS,
     )
     embedding_range: float | None = setting(
         None,

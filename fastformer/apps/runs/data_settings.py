@@ -3,10 +3,10 @@
 from fastformer.apps.runs.application import PRETRAINED
 from fastformer.apps.settings import SET, File, FolderOrName, Settings, setting
 from fastformer.apps.text import SPLITTINGS
+from fastformer.apps.text.vocabulary import VOCABULARY
 
 LEARNED = ("bpe", "unigram", "char", "word", "words")
 IF_PIECES, IF_LEARNED = {"tokenizer": LEARNED[:-1]}, {"tokenizer": LEARNED}
-VOCABULARY = 8000  # entries of a sentencepiece vocabulary if `vocabulary` is unset
 TO_SPLIT, NUMBERS, DOCSTRINGS = "a text file to split", "number words", "docstrings"
 
 

@@ -18,7 +18,6 @@ from fastformer import functional
 from fastformer.apps.models.sizes import check_memory
 from fastformer.apps.runs.application import PRETRAINED, Application
 from fastformer.apps.runs.automatic_settings import Choice, Task, choose, targets_per_second, vocabulary_size
-from fastformer.apps.runs.data_settings import VOCABULARY
 from fastformer.apps.runs.folder import CONFIG, DATA, check_new, read_kind, read_run_section
 from fastformer.apps.settings import Given, refuse_fixed
 from fastformer.apps.system.files import write_file
@@ -111,7 +110,7 @@ class Run(ABC):
 
     def learn(self) -> tuple[Tokenizer, ...]:
         """Learn the vocabularies from the training data only."""
-        return tuple(learn_tokenizer(lines, self.data, pieces=VOCABULARY) for lines in self.sides())
+        return tuple(learn_tokenizer(lines, self.data) for lines in self.sides())
 
     @abstractmethod
     def encode(self) -> tuple[str, list[NDArray[Any]]]:

@@ -11,15 +11,15 @@ from .sentencepiece_tokenizer import MarianTokenizer, SentencePieceTokenizer, tr
 from .tokenizer import BOS, CHECKSUMS, EOS, MODEL_FILE, PAD, PIECES_FILE, TOKENIZER_FILE, UNK, SpecialIds, Tokenizer
 from .word_tokenizer import WordTokenizer
 
+VOCABULARY = 8000  # entries of a sentencepiece vocabulary if the settings have none
 
-def learn_tokenizer(
-    lines: Iterable[str], settings: Any, special_ids: SpecialIds | None = None, pieces: int = 8000
-) -> Tokenizer:
+
+def learn_tokenizer(lines: Iterable[str], settings: Any) -> Tokenizer:
     """Learn the tokenizer that the settings of a run's data describe, from the training text only.
 
-    pieces: size of sentencepiece's vocabulary if the settings have none. Raises the errors of `train_sentencepiece` and
-    `WordTokenizer.from_lines`.
+    Raises the errors of `train_sentencepiece` and `WordTokenizer.from_lines`.
     """
+    special_ids = getattr(settings, "special_ids", None)
     if settings.tokenizer == "words":
         return WordTokenizer.from_lines(
             lines,
@@ -31,7 +31,7 @@ def learn_tokenizer(
         )
     return train_sentencepiece(
         lines,
-        settings.vocabulary or pieces,
+        settings.vocabulary or VOCABULARY,
         model_type=settings.tokenizer,
         character_coverage=settings.character_coverage,
         special_ids=special_ids,

@@ -7,7 +7,6 @@ Letters: B batch, T target and S source positions (packed: of all sentences toge
 """
 
 from dataclasses import KW_ONLY, MISSING
-from typing import Literal, get_args
 
 import torch
 from torch import Tensor, nn
@@ -28,8 +27,6 @@ from fastformer.host.devices import device_of
 from fastformer.nn.stacks import TransformerDecoder, TransformerEncoder
 from fastformer.packing import Layout
 
-Embeddings = Literal["separate", "tied", "shared"]
-
 
 class TranslationConfig(ModelSettings):
     """The hyperparameters of a `TranslationModel`; stored with every checkpoint."""
@@ -47,7 +44,7 @@ class TranslationConfig(ModelSettings):
     embeddings: str = setting(
         "tied",
         "tied: target embedding is the output projection; shared: source embedding too",
-        choices=get_args(Embeddings),
+        choices=("separate", "tied", "shared"),
     )
     output_bias: bool = setting(False, "a bias in the output projection")
     pad_id: int = setting(1, "id of the padding token", at_least=0, below="target_vocabulary", derived="the tokenizer")

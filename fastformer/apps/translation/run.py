@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from fastformer.apps.runs.application import Application
 from fastformer.apps.runs.automatic_settings import CHOSEN, Task
-from fastformer.apps.runs.data_settings import IF_LEARNED, LEARNED, NUMBERS, VOCABULARY, VocabularyConfig
+from fastformer.apps.runs.data_settings import IF_LEARNED, LEARNED, NUMBERS, VocabularyConfig
 from fastformer.apps.runs.run import Run
 from fastformer.apps.settings import SET, File, FolderOrName, Given, inherited, setting
 from fastformer.apps.text import (
@@ -37,7 +37,7 @@ from fastformer.apps.text.scores import (
     warn_without_spaces,
 )
 from fastformer.apps.text.sentencepiece_tokenizer import read_marian
-from fastformer.apps.text.vocabulary import learn_tokenizer, split_symbols
+from fastformer.apps.text.vocabulary import VOCABULARY, split_symbols
 from fastformer.apps.train import TrainConfig, Validation
 from fastformer.apps.translation.model import TranslationConfig, TranslationModel, corpus_loss, translation_loss
 from fastformer.apps.translation.search import SearchOptions
@@ -223,7 +223,7 @@ class TranslationRun(Run):
         return data, read_corpora(data)
 
     def learn(self) -> tuple[Tokenizer, Tokenizer]:
-        learned = [learn_tokenizer(lines, self.data, self.data.special_ids) for lines in self.sides()]
+        learned = super().learn()
         return learned[0], learned[-1]
 
     def sides(self) -> tuple[list[str], ...]:

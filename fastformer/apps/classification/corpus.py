@@ -86,9 +86,9 @@ def read_labelled(path: Path | str, labels: Sequence[str] | None = None, name: s
     return _corpus(labelled, classes, name or Path(path).name, dropped)
 
 
-def number_texts(count: int, seed: int = 1) -> LabelledCorpus:
+def number_texts(count: int) -> LabelledCorpus:
     """Generate English number words, labelled by how many digits the number has."""
-    generator = random.Random(seed)
+    generator = random.Random(1)
     numbers = list(range(100))
     for digits in range(3, _DIGITS + 1):
         each = range(10 ** (digits - 1), 10**digits)

@@ -12,7 +12,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from fastformer import functional
-from fastformer.apps.models.common import SingleStack, layouts_of, summed_cross_entropy, tie
+from fastformer.apps.models.common import SingleStack, summed_cross_entropy, tie
 from fastformer.apps.models.settings import ModelSettings, initialise
 from fastformer.apps.models.sizes import MOST_LAYERS
 from fastformer.apps.settings import LARGEST, inherited, setting
@@ -105,5 +105,5 @@ def language_model_loss(model: LanguageModel, batch: LanguageBatch, label_smooth
 
     `model` may be wrapped (torch.compile, DistributedDataParallel), as long as `model.output` is reachable.
     """
-    (layout,) = layouts_of(batch, "lengths")
+    (layout,) = batch.layouts_or_lengths
     return summed_cross_entropy(model.output, model(batch.ids_in, layout), batch.ids_out, layout, label_smoothing)

@@ -3,7 +3,6 @@
 Letters: B batch, H heads, T packed positions, S positions attended to, D model width, V vocabulary.
 """
 
-from collections.abc import Sequence
 from typing import Any, ClassVar
 
 import torch
@@ -70,12 +69,6 @@ def exported_mask(name: str, ids: Tensor, lengths: Tensor | Layout) -> Tensor | 
     if ids.dim() != 2:
         raise ValueError(f"{name} must be padded [B, length] for torch.export, not {list(ids.shape)}")
     return torch.arange(ids.shape[1], device=ids.device) < lengths.to(ids.device)[:, None]
-
-
-def layouts_of(batch: Any, *lengths: str) -> Sequence[Tensor | Layout]:
-    """Return the layouts that a batch got when it moved to a device, or else its lengths, by the names of fields."""
-    layouts: Sequence[Tensor | Layout] = getattr(batch, "layouts", ()) or [getattr(batch, name) for name in lengths]
-    return layouts
 
 
 def summed_cross_entropy(

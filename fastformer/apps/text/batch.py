@@ -3,6 +3,7 @@
 The lengths stay on the CPU, so that computing a layout does not wait for a device.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import ClassVar, NamedTuple, Self
 
@@ -35,6 +36,11 @@ class SequenceBatch:
 
     def _lengths(self) -> list[Tensor]:
         return [getattr(self, side.lengths) for side in self.SIDES]
+
+    @property
+    def layouts_or_lengths(self) -> Sequence[Layout | Tensor]:
+        """The layout of each side, which the batch got when it moved to a device, or else the lengths."""
+        return self.layouts or self._lengths()
 
     @property
     def tokens(self) -> int:

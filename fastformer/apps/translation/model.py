@@ -14,7 +14,6 @@ from torch import Tensor, nn
 from fastformer.apps.models.common import (
     check_sequences,
     exported_mask,
-    layouts_of,
     packed_ids,
     summed_cross_entropy,
     tie,
@@ -151,7 +150,7 @@ def translation_loss(model: TranslationModel, batch: Batch, label_smoothing: flo
 
     `model` may be wrapped (torch.compile, DistributedDataParallel), as long as `model.output` is reachable.
     """
-    source, target = layouts_of(batch, "source_lengths", "target_lengths")
+    source, target = batch.layouts_or_lengths
     hidden = model(batch.source, source, batch.target_in, target)
     return summed_cross_entropy(model.output, hidden, batch.target_out, target, label_smoothing)
 

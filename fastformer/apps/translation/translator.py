@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Literal, get_args
 import numpy as np
 import torch
 
-from fastformer.apps.models.common import check_tokenizer, layouts_of
+from fastformer.apps.models.common import check_tokenizer
 from fastformer.apps.models.sampling import RandomStreams
 from fastformer.apps.plots.attention_maps import AttentionMaps
 from fastformer.apps.text import EncodedPairs, Sequences, Tokenizer, collate, collate_source, encode_source
@@ -133,7 +133,7 @@ class Translator:
         for start in range(0, len(pairs), batch_size):
             indices = np.arange(start, min(start + batch_size, len(pairs)))
             batch = collate(pairs.take(indices)).to(device_of(self.model))
-            source, target = layouts_of(batch, "source_lengths", "target_lengths")
+            source, target = batch.layouts_or_lengths
             hidden = self.model(batch.source, source, batch.target_in, target)
             log_p = self.model.logits(hidden).float().log_softmax(-1)
             chosen = log_p.gather(1, batch.target_out[:, None]).squeeze(1).cpu()

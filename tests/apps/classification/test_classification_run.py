@@ -160,7 +160,7 @@ def test_what_a_classifier_cannot_do_is_refused_in_python_too() -> None:
         ClassificationTrainConfig(steps=1, batch_sentences=None)  # type: ignore[arg-type]
     with pytest.raises(TypeError, match="texts must be a list of texts, not one string"):
         by_hand()[0].probabilities("cat")
-    for labels in (["a", "b", "b"], ["a", "b\tb"], ["a", "c\n"], [" b", "c"], ["a", ""]):
+    for labels in (["a", "b", "b"], ["a"]):
         with pytest.raises(ValueError, match="labels must be"):
             ClassificationDataConfig(labels=labels)  # type: ignore[arg-type]
 

@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 
 from benchmarks.codegen.budget import BUDGET
-from benchmarks.codegen.reader import blocks_per_multiprocessor, followers, is_serialised
-from tests.support.codegen import FAULTS, needs_triton, run, tool
+from benchmarks.codegen.reader import blocks_per_multiprocessor
+from tests.support.codegen import FAULTS, needs_triton, run
 from tests.support.python import ROOT, python
 
 
@@ -80,17 +80,6 @@ def test_the_kernels_keep_to_the_budget():
         assert "compiled:" not in ran.stderr
 
 
-@pytest.mark.slow
-@needs_triton
-def test_whatever_goes_into_a_compilation_is_in_its_fingerprint():
-    """And the lines that its functions begin at are not, nor the order in which fingerprints were asked for."""
-    ran = python(FAULTS / "fingerprint_facts.py", paths=(FAULTS,), TRITON_INTERPRET="0")
-    assert ran.returncode == 0, ran.stderr
-    actual = json.loads(ran.stdout)
-    assert actual.pop("the lines") == actual["the same"]
-    assert len(set(actual.values())) == len(actual) == 17, actual
-
-
 @needs_triton
 @pytest.mark.slow
 def test_kernels_compile_for_amd(tmp_path):
@@ -135,23 +124,6 @@ def test_changed_kernels_are_compiled_again_and_their_faults_reported(faults, tm
     assert "3 compilations: 1 broken limits" in ran.stdout
 
 
-@needs_triton
-@pytest.mark.long
-@pytest.mark.slow
-def test_another_ptxas_is_held_to_the_limits_and_not_to_the_budget(tmp_path):
-    """Triton's own under another version."""
-    other = tmp_path / "ptxas"
-    other.write_text(f'#!/bin/sh\n[ "$1" = --version ] && echo "release 12.7, V12.7.1" || exec {tool("ptxas")} "$@"\n')
-    other.chmod(0o755)
-    settings = {"TRITON_CACHE_DIR": str(tmp_path), "TRITON_PTXAS_PATH": str(other)}
-    ran = run("--cases", "codegen_faults", "--arch", "90", "--only", "faults/s", **settings)
-    assert ran.returncode == 1
-    assert "with ptxas 12.7: 6 compilations for 12 cases, 0 of them recorded" in ran.stderr
-    assert "it spills" in ran.stdout
-    assert "There is no budget of Triton" in ran.stdout
-    assert " 0 differences to the budget" in ran.stdout
-
-
 def configurations(rows: dict[str, Any]) -> dict[str, str]:
     return {name: entry["configuration"] for name, entry in rows.items()}
 
@@ -182,14 +154,6 @@ def test_blocks_per_multiprocessor():
     assert blocks_per_multiprocessor(120, 32, 0, 256) == 6  # 1536 threads
     assert blocks_per_multiprocessor(100, 32, 0, 128, tensor_columns=256) == 2
     assert blocks_per_multiprocessor(90, 255, 0, 512) == 0
-
-
-def test_wgmma_are_serialised_if_they_wait_for_one_another_in_sass_alone():
-    assert followers("S S W S W", "S", "W") == (3, 1)
-    assert followers("S W S W", "S", "W") == (2, 0)
-    assert followers("W", "S", "W") == (0, 0)
-    ptx = "wgmma.mma_async ; wgmma.wait_group ; wgmma.mma_async ; wgmma.wait_group"
-    assert not is_serialised(ptx, "HGMMA ; WARPGROUP.DEPBAR ; HGMMA ; WARPGROUP.DEPBAR")
 
 
 @pytest.mark.parametrize(

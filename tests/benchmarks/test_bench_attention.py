@@ -7,7 +7,6 @@ import torch.nn.functional as F
 
 from benchmarks.competitors import attention as rivals
 from benchmarks.harness.attention_case import AttentionCase
-from benchmarks.harness.lengths import multi30k_lengths, uniform_lengths
 from benchmarks.harness.race import DIRECTIONS
 from fastformer import functional
 from tests.support.closeness import assert_close
@@ -45,23 +44,6 @@ def test_work_is_that_of_the_formula(value_size, operations, tensors):
     assert [each.operations for each in work] == operations
     size = 2 * 3 * tensors * 8  # bytes of fp64, of keys and values
     assert [each.bytes for each in work] == [2 * size, 4 * size, 6 * size]
-
-
-@pytest.mark.parametrize(
-    ("number", "longest", "share"), [(4, 4096, 0.45), (32, 512, 0.45), (16, 1024, 0.69), (8, 99, 0)]
-)
-def test_lengths_have_the_share_of_padding(number, longest, share):
-    lengths = uniform_lengths(number, longest, share)
-    assert lengths.shape == (number,)
-    assert lengths.max() == longest
-    assert lengths.min() >= 1
-    assert 1 - lengths.mean() / longest == pytest.approx(share, abs=0.5 / longest)
-
-
-def test_multi30k_lengths_have_its_share_of_padding():
-    lengths = multi30k_lengths()
-    assert len(lengths) == 128
-    assert 1 - lengths.mean() / lengths.max() == pytest.approx(0.554, abs=0.03)
 
 
 @pytest.mark.parametrize("settings", [{}, {"value_size": 5}])

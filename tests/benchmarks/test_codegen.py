@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 
 from benchmarks.codegen.budget import BUDGET
-from benchmarks.codegen.reader import blocks_per_multiprocessor
 from tests.support.codegen import FAULTS, needs_triton, run
 from tests.support.python import ROOT, python
 
@@ -141,19 +140,6 @@ def test_budget_has_every_kernel():
         assert configurations(rows[version]) == configurations(next(iter(rows.values())))
         listed = {name.split(" | ")[1].rsplit(".", 1)[1] for name in rows[version]}
         assert launched <= listed, f"no case of benchmarks/codegen/cases launches {sorted(launched - listed)}"
-
-
-def test_blocks_per_multiprocessor():
-    assert blocks_per_multiprocessor(90, 128, 75 << 10, 256) == 2  # registers: 16 warps; shared memory: 3
-    assert blocks_per_multiprocessor(90, 129, 0, 256) == 1  # 136 registers after rounding: 15 warps
-    assert blocks_per_multiprocessor(90, 104, 0, 32) == 16  # 19 warps: 4 for each of the four parts
-    assert blocks_per_multiprocessor(90, 32, 0, 128) == 16  # threads
-    assert blocks_per_multiprocessor(90, 16, 0, 32) == 32  # the hardware's number
-    assert blocks_per_multiprocessor(80, 32, 82 << 10, 128) == 1  # two and 2 KiB are more than 164
-    assert blocks_per_multiprocessor(80, 32, 81 << 10, 128) == 2
-    assert blocks_per_multiprocessor(120, 32, 0, 256) == 6  # 1536 threads
-    assert blocks_per_multiprocessor(100, 32, 0, 128, tensor_columns=256) == 2
-    assert blocks_per_multiprocessor(90, 255, 0, 512) == 0
 
 
 @pytest.mark.parametrize(

@@ -43,9 +43,6 @@ def choose_ids(
 
     Returns:
         int64 `[B]`; -1 if the logits of a row hold NaN, or no id is allowed.
-
-    Raises:
-        ValueError: uniform is missing.
     """
     limits = torch.finfo(torch.float32)
     logits = logits.float().clone()
@@ -55,8 +52,7 @@ def choose_ids(
     valid = best.squeeze(1).isfinite()
     if options.temperature == 0:
         return torch.where(valid, ids.squeeze(1), -1)
-    if uniform is None:
-        raise ValueError("uniform must be given unless the temperature is 0")
+    assert uniform is not None
     # The largest is subtracted first, so that no score overflows; beyond the limits, 0 / 0 and inf / inf would be NaN.
     logits = (logits - best) / min(max(options.temperature, limits.tiny), limits.max)
     V = logits.shape[-1]

@@ -160,8 +160,6 @@ def _load_folder(folder: Path, transformers: Any) -> Any:
     ):
         if keys := report.get(kind):
             raise ValueError(f"{folder}: {', '.join(sorted(map(str, keys)))}: {error}")
-    if not model.dtype.is_floating_point:
-        raise ValueError(f"{folder}: dtype must be of floating point numbers, not {model.dtype}")
     check_finite(model, folder)
     return model
 

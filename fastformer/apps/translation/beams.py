@@ -68,7 +68,7 @@ class Beams:
         device: torch.device,
         capacity: int,
     ) -> None:
-        self.hypotheses, self.config, self.options, self.capacity = hypotheses, config, options, 0
+        self.hypotheses, self.config, self.options = hypotheses, config, options
         B, N = limits.numel(), hypotheses
         (self._limits,) = send(device, limits)
         self._length = self._limits.new_zeros(1)  # tokens of each unfinished hypothesis
@@ -86,10 +86,8 @@ class Beams:
         self.reserve(capacity)
 
     def reserve(self, capacity: int) -> None:
-        """Let hypotheses hold at least `capacity` tokens."""
-        if capacity <= self.capacity:
-            return
-        self.capacity = max(capacity, 2 * self.capacity)
+        """Let hypotheses hold `capacity` tokens, at least as many as before."""
+        self.capacity = capacity
         penalty = self.options.length_penalty if self.hypotheses > 1 else 0.0
         divisors = [length**penalty for length in range(1, self.capacity + 1)]
         (self._divisors,) = send(self.ids.device, torch.tensor(divisors, dtype=self._scores.dtype, device="cpu"))

@@ -115,6 +115,16 @@ def _memory_for_others():
 
 
 @pytest.fixture
+def compilations():
+    """Begin without compiled code; return a function that says why each compilation since then was necessary."""
+    from torch._dynamo.utils import clear_compilation_metrics, get_compilation_metrics
+
+    torch._dynamo.reset()
+    clear_compilation_metrics()
+    return lambda: [metric.recompile_reason or "the first" for metric in get_compilation_metrics() if metric.is_forward]
+
+
+@pytest.fixture
 def triton_backend():
     """Run every op with its kernels, or raise."""
     with fastformer.backend("triton"):

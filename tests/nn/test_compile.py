@@ -12,7 +12,6 @@ dynamic=True, of torch's modules too) counts once. With TORCH_LOGS=recompiles it
 
 import pytest
 import torch
-from torch._dynamo.utils import clear_compilation_metrics, get_compilation_metrics
 
 import fastformer
 from fastformer import functional
@@ -37,17 +36,6 @@ SMALL = (
 )  # fmt: skip
 
 
-@pytest.fixture(autouse=True)
-def _reset_dynamo():
-    torch._dynamo.reset()
-    clear_compilation_metrics()
-
-
-def compilations() -> list[str]:
-    """Return why each compilation was necessary."""
-    return [metric.recompile_reason or "the first" for metric in get_compilation_metrics() if metric.is_forward]
-
-
 @pytest.mark.parametrize(
     ("name", "dynamic"),
     [
@@ -57,7 +45,7 @@ def compilations() -> list[str]:
         *(pytest.param(name, True, marks=pytest.mark.long) for name in ("TransformerEncoder", "TranslationModel")),
     ],
 )
-def test_one_compilation_for_all_shapes_or_two_where_the_first_is_of_one_shape(name, dynamic):
+def test_one_compilation_for_all_shapes_or_two_where_the_first_is_of_one_shape(name, dynamic, compilations):
     """Gradients are compared for the first two shapes: the graph of one shape, and that of all."""
     case = CASES[name]
     module, _ = case.pair()
@@ -70,7 +58,7 @@ def test_one_compilation_for_all_shapes_or_two_where_the_first_is_of_one_shape(n
     assert len(compilations()) == (1 if dynamic else 2), compilations()
 
 
-def test_evaluation_is_another_graph_and_dropout_differs_from_call_to_call():
+def test_evaluation_is_another_graph_and_dropout_differs_from_call_to_call(compilations):
     case = CASES["MultiheadAttention"]
     module, _ = case.pair(dropout=0.5)
     compiled = torch.compile(module, fullgraph=True, backend="eager", dynamic=True)
@@ -85,7 +73,7 @@ def test_evaluation_is_another_graph_and_dropout_differs_from_call_to_call():
 
 
 @pytest.mark.slow
-def test_each_choice_of_arguments_is_one_graph():
+def test_each_choice_of_arguments_is_one_graph(compilations):
     case = CASES["TransformerEncoderLayer, pre-norm"]
     module, _ = case.pair()
     compiled = torch.compile(module, fullgraph=True, backend="eager", dynamic=True)
@@ -98,7 +86,7 @@ def test_each_choice_of_arguments_is_one_graph():
     assert len(compilations()) == 3, compilations()
 
 
-def test_sizes_of_one_are_graphs_of_their_own():
+def test_sizes_of_one_are_graphs_of_their_own(compilations):
     case = CASES["MultiheadAttention"]
     module, _ = case.pair()
     compiled = torch.compile(module, fullgraph=True, backend="eager", dynamic=True)
@@ -110,7 +98,7 @@ def test_sizes_of_one_are_graphs_of_their_own():
 
 @needs_kernels
 @pytest.mark.parametrize("op", functional.OPS)
-def test_fused_ops_have_one_graph_for_all_numbers_of_tokens(op):
+def test_fused_ops_have_one_graph_for_all_numbers_of_tokens(op, compilations):
     call = CALLS[op]
 
     def run(extra, *inputs):

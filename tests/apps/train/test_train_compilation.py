@@ -4,7 +4,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from torch._dynamo.utils import clear_compilation_metrics, get_compilation_metrics
 
 from fastformer.apps.language.model import LanguageModel, language_model_loss
 from fastformer.apps.train import TrainConfig, Trainer, read_metrics
@@ -13,6 +12,7 @@ from fastformer.apps.translation.model import TranslationModel, translation_loss
 from fastformer.apps.translation.run import DataConfig, TranslationRun
 from tests.support import language_task, train_task, translation_task
 
+pytestmark = pytest.mark.usefixtures("compilations")
 STEPS = {"steps": 6, "lr": 0.01, "warmup_steps": 2, "log_every": 1, "validate_every": 3, "batch_tokens": 64}
 LENGTHS = [[7, 5], [4, 9, 3], [6, 2, 8, 2], [11, 5], [3, 4, 5], [10, 12], [9]]
 KINDS = {
@@ -51,12 +51,6 @@ def losses(folder: Path) -> list[float]:
     return [record["loss"] for record in read_metrics(folder)]
 
 
-@pytest.fixture(autouse=True)
-def _anew():
-    torch._dynamo.reset()
-    clear_compilation_metrics()
-
-
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @pytest.mark.parametrize("kind", KINDS)
 def test_recomputed_activations_give_the_same_bits(kind, precision, tmp_path):
@@ -75,15 +69,14 @@ def test_recomputed_activations_give_the_same_bits(kind, precision, tmp_path):
     [("translation", "eager", True), pytest.param("language", "aot_eager", False, marks=pytest.mark.long)],
 )
 @pytest.mark.slow
-def test_a_compiled_run_is_the_run(kind, backend, again, tmp_path):
+def test_a_compiled_run_is_the_run(kind, backend, again, tmp_path, compilations):
     """Without dropout, since a compiler may draw other numbers; one compilation for batches of all sizes."""
     plain = trainer(kind, tmp_path / "plain", double=True, optimizer="sgd")
     changes = {"compile": backend, "checkpoint_activations": again}
     compiled = trainer(kind, tmp_path / backend, double=True, optimizer="sgd", **changes)
     plain.fit()
     compiled.fit()
-    recorded = [metric for metric in get_compilation_metrics() if metric.is_forward]
-    assert len(recorded) == 1, [metric.recompile_reason for metric in recorded]
+    assert len(compilations()) == 1, compilations()
     # The same operators in another order: in fp64, 6 steps with sums of some thousand numbers of about 1.
     for name, tensor in plain.model.state_dict().items():
         error = 6e3 * torch.finfo(tensor.dtype).eps

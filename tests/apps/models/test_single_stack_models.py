@@ -1,7 +1,5 @@
 """Language models and classifiers against torch.nn on padded batches, and what must hold of any such model."""
 
-import copy
-import pickle
 from typing import Any
 
 import pytest
@@ -142,31 +140,6 @@ def test_an_empty_sequence_has_the_bias_as_its_logits_and_no_nan_anywhere(poolin
     loss, gradients = loss_and_gradients(model, batch, 0.1)
     assert loss.isfinite()
     assert all(gradient.isfinite().all() for gradient in gradients.values())
-
-
-@pytest.mark.parametrize("embeddings", ["separate", "tied"])
-@pytest.mark.parametrize("how", ["deepcopy", "pickle", "state_dict"])
-def test_tied_weights_stay_tied(how, embeddings):
-    model = random_model(LanguageModel, 14, embeddings=embeddings)
-    if how == "deepcopy":
-        twin = copy.deepcopy(model)
-    elif how == "pickle":
-        twin = pickle.loads(pickle.dumps(model))
-    else:
-        twin = random_model(LanguageModel, 15, embeddings=embeddings)
-        twin.load_state_dict(model.state_dict())
-    tokens = twin.embedding.tokens.weight
-    assert (twin.output.weight is tokens) == (embeddings == "tied")
-    assert tokens is not model.embedding.tokens.weight
-    matrices = 1 if embeddings == "tied" else 2
-    stack = sum(p.numel() for p in twin.decoder.parameters())
-    assert sum(p.numel() for p in twin.parameters()) == stack + matrices * 17 * 12
-    batch = random_batch(LanguageModel, RAGGED)
-    assert torch.equal(hidden_states(twin, batch), hidden_states(model, batch))
-    # Still tied after a step.
-    language_model_loss(twin.train(), batch).backward()
-    torch.optim.SGD(twin.parameters(), 0.1).step()
-    assert torch.equal(twin.output.weight, tokens) == (embeddings == "tied")
 
 
 def test_pooling_max_ignores_the_zeros_of_padding():

@@ -19,7 +19,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     from fastformer.apps.language import LanguageConfig, LanguageModel
     from fastformer.apps.text import WordTokenizer
     from fastformer.apps.translation import TranslationConfig, TranslationModel
-    from tests.support.run_folders import save_run
+    from tests.support.command_line import save_run
 
     folder = tmp_path_factory.mktemp("runs")
     tokenizer = WordTokenizer.from_lines(LINES, splitting="whitespace")

@@ -24,7 +24,7 @@ from benchmarks.report import BEGIN, END
 from fastformer.apps.language import run as language_run
 from fastformer.apps.text import datasets, docstring_corpora, number_corpus, write_lines
 from tests.apps.cli.test_cli import TRAIN as TRAIN_TRANSLATION
-from tests.apps.pretrained.marian_folder import write_marian_folder
+from tests.apps.pretrained.tiny_models import write_marian_folder
 from tests.support.command_line import fastformer
 from tests.support.python import python
 

@@ -1,10 +1,11 @@
-"""A command of the command line within this process."""
+"""A command of the command line within this process, and run folders for it, without training."""
 
 import io
 import sys
 from contextlib import redirect_stderr, redirect_stdout
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -12,6 +13,8 @@ pytest.importorskip("typer", reason="the command line needs the extra `apps`")
 
 from fastformer.apps.cli import main
 from fastformer.apps.cli.console import console
+from fastformer.apps.runs.application import application_for
+from fastformer.apps.train import CheckpointFolder, TrainConfig
 
 
 @dataclass
@@ -37,3 +40,11 @@ def fastformer(*arguments: str, cwd: Path, stdin: bytes = b"", encoding: str = "
             code = end.code if isinstance(end.code, int) else 0 if end.code is None else 1
     written = [stream.detach().getvalue().decode(encoding) for stream in (out, err) if not stream.flush()]
     return Done(code, *written)
+
+
+def save_run(folder: Path, model: Any, *tokenizers: Any, **data: Any) -> None:
+    """Write a run of one checkpoint; `data`: settings of the data."""
+    CheckpointFolder(folder / "checkpoints").save(1, model.state_dict(), {}, model.config)
+    application = application_for(model, tokenizers)
+    application.save_tokenizers(folder, tokenizers)
+    application.save_settings(folder, data, model.config, TrainConfig(steps=1))

@@ -1,13 +1,12 @@
-"""Small language models, and texts that only a model with a memory predicts."""
+"""Small language models, and batches for them."""
 
 from collections.abc import Sequence
 from typing import Any
 
-import numpy as np
 import torch
 
 from fastformer.apps.language.model import CLASSICAL, LanguageConfig, LanguageModel
-from fastformer.apps.text import EncodedDocuments, LanguageBatch, Sequences
+from fastformer.apps.text import LanguageBatch
 from tests.support import single_stack
 from tests.support.single_stack import SIZES
 from tests.support.translation_task import IDS, random_ids
@@ -30,14 +29,3 @@ def random_batch(lengths: Sequence[int], seed: int = 0, vocabulary: int = 17) ->
     read = [i for ids in documents for i in [IDS.bos_id, *ids][: len(ids)]]
     predicted = [i for ids in documents for i in ids]
     return LanguageBatch(*(torch.tensor(x, dtype=torch.int64) for x in (read, predicted, list(lengths))))
-
-
-def steps_documents(count: int, seed: int) -> EncodedDocuments:
-    """Return documents that count modulo 7 from a random start in random steps of 1 to 6, 3 to 12 numbers long.
-
-    Any number follows any other (but never itself), so knowing the last one is of no help: it takes the last two.
-    """
-    random = np.random.default_rng(seed)
-    drawn = zip(random.integers(0, 7, count), random.integers(1, 7, count), random.integers(3, 13, count), strict=True)
-    documents = [[4 + int(start + i * step) % 7 for i in range(n)] for start, step, n in drawn]
-    return EncodedDocuments(Sequences.from_lists(documents), IDS)

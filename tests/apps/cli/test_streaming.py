@@ -16,9 +16,8 @@ from fastformer.apps.train import TrainConfig
 from fastformer.apps.translation.model import TranslationConfig, TranslationModel
 from fastformer.apps.translation.run import DataConfig, TranslationRun
 from tests.apps.conftest import LINES
-from tests.support.command_line import fastformer
+from tests.support.command_line import fastformer, save_run
 from tests.support.python import variables
-from tests.support.run_folders import save_run
 
 COMMANDS = {
     "translate": ("translate", "--run", "translation", "--max-length", "4", "--beam", "2"),

@@ -27,8 +27,8 @@ from fastformer.apps.runs.folder import read_kind
 from fastformer.apps.text import ColumnBatches, WordTokenizer, write_lines
 from fastformer.apps.train import TrainConfig
 from fastformer.apps.train.trainer import Result
+from tests.support.command_line import save_run
 from tests.support.language_task import random_batch, random_model
-from tests.support.run_folders import save_run
 
 MODEL = {"d_model": 16, "heads": 2, "layers": 1, "feed_forward": 32, "dropout": 0.1}
 TRAIN = TrainConfig(steps=4, warmup_steps=2, validate_every=2, batch_tokens=64, threads=1, schedule="constant", lr=0.01)

@@ -23,7 +23,7 @@ from fastformer.apps.translation.model import TranslationConfig, TranslationMode
 from fastformer.apps.translation.run import APPLICATION as TRANSLATION
 from fastformer.apps.translation.run import DataConfig, TranslationRun, load_translator
 from fastformer.nn import ALiBi, Llama3Scaling, RelativeBias, Rotary
-from tests.support.run_folders import save_run
+from tests.support.command_line import save_run
 
 SMALL: dict[str, Any] = {"d_model": 16, "heads": 4, "feed_forward": 24, "dropout": 0.0}
 MODERN: dict[str, Any] = {

@@ -16,7 +16,7 @@ from fastformer.apps.text import TextError, encode_pairs, load_tokenizer, number
 from fastformer.apps.text.sentencepiece_tokenizer import read_marian
 from fastformer.apps.train import read_metrics
 from fastformer.apps.translation import DataConfig, SearchOptions, corpus_loss, load_translator
-from tests.apps.pretrained.marian_folder import CODE, write_marian_folder
+from tests.apps.pretrained.tiny_models import CODE, write_marian_folder
 
 transformers = pytest.importorskip("transformers")
 

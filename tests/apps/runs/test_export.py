@@ -16,8 +16,7 @@ from fastformer.apps.train.checkpoint import Checkpoint
 from fastformer.apps.translation.model import TranslationConfig, TranslationModel
 from fastformer.apps.translation.search import SearchOptions
 from fastformer.apps.translation.translator import Translator
-from tests.support.command_line import fastformer
-from tests.support.run_folders import save_run
+from tests.support.command_line import fastformer, save_run
 
 SENTENCES = ["a b c d", "e", "b b a f g", "unknown h a"]
 # Other ids and names than CTranslate2's defaults.

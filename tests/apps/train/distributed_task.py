@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 import fastformer
 from fastformer.apps.language.model import LanguageModel, language_model_loss
-from fastformer.apps.text import LanguageBatches
+from fastformer.apps.text import EncodedDocuments, LanguageBatches, Sequences
 from fastformer.apps.text.batch import share_of
 from fastformer.apps.train import ProcessError, Processes, Trainer
 from fastformer.apps.train.update import Update
@@ -174,7 +174,9 @@ def language_model() -> LanguageModel:
 def language(rank: int, folder: Path, parallel: str = "fsdp") -> Any:
     """Train a language model with tied embeddings: stacks without padding, weights stored once."""
     model = language_model()
-    batches = LanguageBatches(language_task.steps_documents(60, 0), context=8, tokens=40)
+    generator = torch.Generator().manual_seed(0)
+    lines = [translation_task.random_ids(3 + i % 10, generator, 11) for i in range(60)]
+    batches = LanguageBatches(EncodedDocuments(Sequences.from_lists(lines), translation_task.IDS), context=8, tokens=40)
     settings = train_config(steps=6, log_every=1, validate_every=3, parallel=parallel)
     changes = {"model": model, "validate": None, "loss": language_model_loss}
     trainer(folder / f"language-{parallel}", settings, batches, **changes).fit()

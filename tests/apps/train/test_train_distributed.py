@@ -19,6 +19,7 @@ from fastformer.apps.train import CheckpointFolder, ProcessError, Processes, joi
 from fastformer.apps.train.processes import local_device
 from fastformer.apps.translation.model import translation_loss
 from fastformer.apps.translation.run import load_translator
+from tests.apps.cli.test_cli import TRAIN as SMALL
 from tests.apps.train.distributed_task import (
     WORLD,
     double_trainer,
@@ -195,10 +196,7 @@ def test_one_process_is_alone_with_and_without_a_group(monkeypatch):
 
 
 TRAIN = (
-    "train --valid-size 8 --test-size 8 --train-size 200 --vocabulary 60 --no-joint --d-model 16 --heads 2 "
-    "--encoder-layers 1 --decoder-layers 1 --feed-forward 32 --batch-tokens 300 --warmup-steps 2 --dropout 0 "
-    "--schedule inverse_sqrt "
-    "--validate-every 3 --log-every 3 --bleu-sentences 0 --threads 1 --device cpu"
+    f"{SMALL} --warmup-steps 2 --dropout 0 --schedule inverse_sqrt --validate-every 3 --log-every 3 --bleu-sentences 0"
 )
 
 

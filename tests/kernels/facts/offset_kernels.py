@@ -1,4 +1,4 @@
-"""The ways in which an offset overflows beyond 2^31 elements (bad_...), and what only looks like them (good_...)."""
+"""The ways in which an offset overflows beyond 2^31 elements."""
 
 import torch
 import triton
@@ -64,43 +64,7 @@ def bad_branch(x_ptr, stride, M, BLOCK: tl.constexpr, WIDTH: tl.constexpr):
     tl.store(x_ptr + offset + tl.arange(0, BLOCK), 0.0)
 
 
-@triton.jit
-def good_rows(x_ptr, stride, M, BLOCK: tl.constexpr, WIDTH: tl.constexpr):
-    rows = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    columns = tl.arange(0, BLOCK)
-    tl.store(x_ptr + rows.to(tl.int64)[:, None] * stride + columns[None, :], 0.0, mask=(rows < M)[:, None])
-
-
-@triton.jit
-def good_tile(x_ptr, stride, M, BLOCK: tl.constexpr, WIDTH: tl.constexpr):
-    """Within a tile, and where the product only decides."""
-    tile = tl.arange(0, BLOCK)[:, None] * WIDTH + tl.arange(0, WIDTH)[None, :]
-    tl.store(x_ptr + tl.program_id(0).to(tl.int64) * (BLOCK * WIDTH) + tile, 0.0, mask=tile * stride < M)
-
-
-@triton.jit
-def good_quotient(x_ptr, stride, M, BLOCK: tl.constexpr, WIDTH: tl.constexpr):
-    """A program's number taken apart."""
-    head = tl.program_id(0) % (M * 2)
-    batch = tl.program_id(0) // (M * stride)
-    tl.store(x_ptr + batch.to(tl.int64) * stride + head + tl.arange(0, BLOCK), 0.0)
-
-
-@triton.jit
-def good_index(x_ptr, stride, M, BLOCK: tl.constexpr, WIDTH: tl.constexpr):
-    """The number of a row, put together of two others."""
-    row = tl.program_id(0) * M + tl.program_id(1)
-    tl.store(x_ptr + row.to(tl.int64) * stride + tl.arange(0, BLOCK), 0.0)
-
-
-@triton.jit
-def good_loop(x_ptr, stride, M, BLOCK: tl.constexpr, WIDTH: tl.constexpr):
-    for row in range(tl.program_id(0), M, 8):
-        for column in range(0, stride, BLOCK):
-            tl.store(x_ptr + row.to(tl.int64) * stride + column + tl.arange(0, BLOCK), 0.0)
-
-
 def offset_cases():
     for name, kernel in list(globals().items()):
-        if name.startswith(("bad_", "good_")):
+        if name.startswith("bad_"):
             yield name, lambda kernel=kernel: kernel[(1,)](torch.empty(1, device="meta"), 1000, 1001, 16, 32)

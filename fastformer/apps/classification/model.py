@@ -155,9 +155,8 @@ def token_classification_loss(model: TokenClassifier, batch: LabelledBatch, labe
         ValueError: labels are not of the shape of the ids.
         IndexError: a label on the CPU is no class.
     """
-    (layout,) = batch.layouts_or_lengths
-    hidden = model(batch.ids, layout)
-    return summed_cross_entropy(model.output, hidden, batch.labels, layout, label_smoothing)
+    hidden = model(batch.ids, batch.lengths)
+    return summed_cross_entropy(model.output, hidden, batch.labels, batch.lengths, label_smoothing)
 
 
 def sequence_classification_loss(

@@ -105,5 +105,5 @@ def language_model_loss(model: LanguageModel, batch: LanguageBatch, label_smooth
 
     `model` may be wrapped (torch.compile, DistributedDataParallel), as long as `model.output` is reachable.
     """
-    (layout,) = batch.layouts_or_lengths
-    return summed_cross_entropy(model.output, model(batch.ids_in, layout), batch.ids_out, layout, label_smoothing)
+    hidden = model(batch.ids_in, batch.lengths)
+    return summed_cross_entropy(model.output, hidden, batch.ids_out, batch.lengths, label_smoothing)

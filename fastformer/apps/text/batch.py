@@ -3,7 +3,6 @@
 The lengths stay on the CPU, so that computing a layout does not wait for a device.
 """
 
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import ClassVar, NamedTuple, Self
 
@@ -11,7 +10,6 @@ import torch
 from torch import Tensor
 
 from fastformer.host.devices import send
-from fastformer.packing import Layout
 
 IGNORED = -100  # a label that the loss ignores; torch's default ignore_index
 
@@ -29,7 +27,6 @@ class SequenceBatch:
     """B sequences of one or several sides. Ids are int64, packed `[T]` or padded at the end `[B, L]`."""
 
     SIDES: ClassVar[tuple[Side, ...]] = ()
-    layouts: ClassVar[tuple[Layout, ...]] = ()
 
     def __len__(self) -> int:
         return len(self._lengths()[0])
@@ -38,32 +35,16 @@ class SequenceBatch:
         return [getattr(self, side.lengths) for side in self.SIDES]
 
     @property
-    def layouts_or_lengths(self) -> Sequence[Layout | Tensor]:
-        """The layout of each side, which the batch got when it moved to a device, or else the lengths."""
-        return self.layouts or self._lengths()
-
-    @property
     def tokens(self) -> int:
         """Tokens to predict, eos included, padding excluded; a loss is divided by them."""
         return int(self._lengths()[-1].sum())
 
     def to(self, device: torch.device | str, non_blocking: bool = False) -> Self:
-        """Return the batch with its ids on `device`, without waiting; the lengths stay on the CPU.
-
-        On a device other than the CPU the attribute `layouts` holds the layout of each side, sent in the same transfer.
-        It is not a field, so that `dataclasses.replace` drops it with the old lengths.
-        """
+        """Return the batch with its ids on `device`, sent in one transfer; the lengths stay on the CPU."""
         lengths = {side.lengths for side in self.SIDES}
         names = [name for name, value in vars(self).items() if isinstance(value, Tensor) and name not in lengths]
-        layouts = self.layouts
-        if not layouts and torch.device(device).type != "cpu":
-            layouts = tuple(map(Layout.from_lengths, self._lengths()))
-        sent = send(device, *(getattr(self, name) for name in names), *(x for each in layouts for x in each.tensors))
-        moved = replace(self, **dict(zip(names, sent, strict=False)))
-        layout_tensors = [sent[i : i + 4] for i in range(len(names), len(sent), 4)]
-        layouts = tuple(layout.with_tensors(tensors) for layout, tensors in zip(layouts, layout_tensors, strict=True))
-        object.__setattr__(moved, "layouts", layouts)  # the dataclass is frozen
-        return moved
+        ids = send(device, *(getattr(self, name) for name in names))
+        return replace(self, **dict(zip(names, ids, strict=True)))
 
     def share(self, rank: int, world: int) -> Self | None:
         """Return the sequences of process `rank` of `world`, in the same form; None if it gets none."""

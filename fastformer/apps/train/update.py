@@ -46,12 +46,11 @@ class _Step(nn.Module):
         """Return the summed loss."""
         if not self._compiled:
             return self._loss(self.model, batch)
-        if not getattr(batch, "layouts", ()):  # in place of lengths, which the compiler cannot read
-            sides = getattr(batch, "SIDES", ())
-            lengths = {each.lengths: getattr(batch, each.inputs[0]).device for each in sides}
-            layouts = {name: Layout.from_lengths(getattr(batch, name), device) for name, device in lengths.items()}
-            batch = replace(batch, **layouts) if layouts else batch
-        return self._loss(self._compiled[0], batch)
+        sides = getattr(batch, "SIDES", ())
+        lengths = {each.lengths: getattr(batch, each.inputs[0]).device for each in sides}
+        # In place of lengths, which the compiler cannot read.
+        layouts = {name: Layout.from_lengths(getattr(batch, name), device) for name, device in lengths.items()}
+        return self._loss(self._compiled[0], replace(batch, **layouts) if layouts else batch)
 
 
 class Update:

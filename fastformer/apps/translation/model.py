@@ -150,9 +150,8 @@ def translation_loss(model: TranslationModel, batch: Batch, label_smoothing: flo
 
     `model` may be wrapped (torch.compile, DistributedDataParallel), as long as `model.output` is reachable.
     """
-    source, target = batch.layouts_or_lengths
-    hidden = model(batch.source, source, batch.target_in, target)
-    return summed_cross_entropy(model.output, hidden, batch.target_out, target, label_smoothing)
+    hidden = model(batch.source, batch.source_lengths, batch.target_in, batch.target_lengths)
+    return summed_cross_entropy(model.output, hidden, batch.target_out, batch.target_lengths, label_smoothing)
 
 
 @torch.no_grad()

@@ -133,8 +133,7 @@ class Translator:
         for start in range(0, len(pairs), batch_size):
             indices = np.arange(start, min(start + batch_size, len(pairs)))
             batch = collate(pairs.take(indices)).to(device_of(self.model))
-            source, target = batch.layouts_or_lengths
-            hidden = self.model(batch.source, source, batch.target_in, target)
+            hidden = self.model(batch.source, batch.source_lengths, batch.target_in, batch.target_lengths)
             log_p = self.model.logits(hidden).float().log_softmax(-1)
             chosen = log_p.gather(1, batch.target_out[:, None]).squeeze(1).cpu()
             by_sentence = torch.split(chosen, batch.target_lengths.tolist())

@@ -67,12 +67,14 @@ def unmodified_children(module: nn.Module, types: Mapping[str, tuple[type[nn.Mod
 
 def mixing_reason(module: Any, known: Collection[Any] = ()) -> str | None:
     """Return why a module may look at several tokens; None if its class is in TOKEN_WISE or `known`."""
-    kind = type(module).__bases__[0] if is_parametrized(module) else type(module)
+    kind = type(module)
+    if kind not in TOKEN_WISE and kind not in known and is_parametrized(module):  # its class is made of another
+        kind = kind.__bases__[0]
     if kind not in TOKEN_WISE and kind not in known:
         if f"{kind.__module__}.{kind.__qualname__}" not in _ADAPTERS:
             return f" is a {type(module).__name__}"
         return (reason := mixing_reason(module.base_layer, known)) and f".base_layer{reason}"
-    shape = getattr(module, "normalized_shape", ())
+    shape = module.__dict__.get("normalized_shape", ())
     return f" normalises over {len(shape)} dimensions" if len(shape) > 1 else None
 
 

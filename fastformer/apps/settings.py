@@ -191,6 +191,11 @@ def helps(settings: type) -> dict[str, str]:
     return {item.name: item.metadata["description"] for item in fields(settings)}
 
 
+def derived(settings: type) -> dict[str, str]:
+    """Return the settings that users cannot give, each with the source it is computed from."""
+    return {item.name: item.metadata["derived"] for item in fields(settings) if item.metadata["derived"]}
+
+
 def befores(settings: type) -> dict[str, Any]:
     """Return the settings that older files lack, each with the value it has in such files."""
     values = {item.name: item.metadata.get("before", MISSING) for item in fields(settings)}
@@ -236,6 +241,13 @@ def reject_unused_options(given: Given, sections: Mapping[str, Any], *others: An
                 idle.append(f"{item.name} has an effect only {_in_words(name, condition, everything)}{actual}")
     if idle:
         raise ValueError(f"{'; '.join(idle)}; leave {'it' if len(idle) == 1 else 'them'} out")
+
+
+def make_settings(settings: type[Settings], values: Mapping[str, Any]) -> Any:
+    """Return settings with `values` and defaults; raise ValueError for a value that has no effect."""
+    instance = settings(**values)
+    reject_unused_options({"": values}, {"": instance})
+    return instance
 
 
 def unmet_conditions(item: "Field[Any]", settings: Sequence[Any]) -> Iterator[tuple[str, Any, Any]]:

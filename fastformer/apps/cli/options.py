@@ -14,7 +14,7 @@ from typing import Any
 import typer
 from typer.core import TyperCommand, TyperGroup
 
-from fastformer.apps.settings import Settings, default_text, help_line, nearest, reject_unused_options, typed_fields
+from fastformer.apps.settings import Settings, default_text, help_line, nearest, typed_fields
 
 GROUPS = START, TRAIN, USE, INSPECT, SHARE = "Start", "Train", "Use and evaluate", "Look inside", "Export and check"
 _UsageError: type[Exception] = typer.BadParameter.__mro__[1]
@@ -150,13 +150,6 @@ def int_or_text(text: str) -> Any:
 def whole_number(help: str, panel: str | None = None) -> Any:
     """Return the declaration of an option for a whole number, which the command checks."""
     return typer.Option(help=help, parser=int_or_text, rich_help_panel=panel)
-
-
-def make_settings(settings: type[Settings], values: dict[str, Any]) -> Any:
-    """Return settings with `values` and defaults; raise ValueError for a value that has no effect."""
-    instance = settings(**values)
-    reject_unused_options({"": values}, {"": instance})
-    return instance
 
 
 def _flag(section: str, item: "Field[Any]", hint: Any, settings: tuple[type, ...], chosen: bool) -> inspect.Parameter:

@@ -18,11 +18,12 @@ from fastformer.apps.cli.console import (
     console,
     put_texts,
 )
-from fastformer.apps.cli.options import USE, make_settings, whole_number, with_settings
+from fastformer.apps.cli.options import USE, whole_number, with_settings
 from fastformer.apps.cli.training import add_training
 from fastformer.apps.language.run import APPLICATION, LanguageRun, evaluate_text, load_generator
 from fastformer.apps.language.sampling import SamplingOptions
 from fastformer.apps.serve.worker import ServedModel
+from fastformer.apps.settings import make_settings
 from fastformer.apps.text.files import checked_lines
 from fastformer.nn import pack_weights
 

@@ -23,7 +23,7 @@ from fastformer.apps.runs.folder import (
     read_run_section,
     save_toml,
 )
-from fastformer.apps.settings import Given, Settings, befores, reject_unused_options
+from fastformer.apps.settings import Given, befores, derived, reject_unused_options
 from fastformer.apps.text import SpecialIds, Tokenizer, load_tokenizer
 from fastformer.apps.train import (
     Checkpoint,
@@ -64,11 +64,6 @@ class Application:
         default_factory=dict
     )  # settings of `model` computed from `data`
 
-    @property
-    def derived(self) -> dict[str, str]:
-        """The settings of `model` that users cannot give, each with the source it is computed from."""
-        return _derived(self.model)
-
     def settings_of_text(self, data: Any) -> dict[str, Any]:
         """Return the settings of `data` that hold for other text too, of a run that begins with this run's model."""
         return {name: value for name, value in vars(data).items() if name not in (*self.corpus, "tokenizer")}
@@ -79,7 +74,7 @@ class Application:
         Raises ValueError if a setting is out of range, or sequences are longer than learned positions hold.
         """
         sizes = {name: each.size for name, each in zip(self.vocabularies, tokenizers, strict=True)}
-        ids = {name: getattr(tokenizers[-1], name) for name in _IDS if name in self.derived}
+        ids = {name: getattr(tokenizers[-1], name) for name in _IDS if name in derived(self.model)}
         counts = {name: count(data) for name, count in self.counted.items()}
         config = self.model(**{**model, **sizes, **ids, **counts})
         length = getattr(data, self.length)
@@ -143,8 +138,8 @@ class Application:
         else:
             raise ValueError(f"{folder} holds no run and no exported model, with which a {self.title} run can begin")
         user_data = before if given is None else given["data"]
-        changes = {name: x for name, x in before.items() if name in _derived(self.data) or name not in user_data}
-        settings = {name: value for name, value in vars(initial.config).items() if name not in self.derived}
+        changes = {name: x for name, x in before.items() if name in derived(self.data) or name not in user_data}
+        settings = {name: value for name, value in vars(initial.config).items() if name not in derived(self.model)}
         if fixed := [name for name, value in model.items() if name not in RATES and value != settings.get(name)]:
             raise ValueError(f"{', '.join(fixed)}: set by the model of {folder}; only {', '.join(RATES)} may be given")
         return initial, tokenizers, {**settings, **model}, replace(data, **changes)
@@ -188,7 +183,7 @@ class Application:
             raise ValueError(f"{path} is for a {other.title} run; use `{other.command}`")
         sections = self._load(path)
         for section, settings in (("data", self.data), ("model", self.model)):
-            for name, source in _derived(settings).items():
+            for name, source in derived(settings).items():
                 if is_config_of_run(path):
                     sections[section].pop(name, None)
                 elif name in sections[section]:
@@ -215,7 +210,7 @@ class Application:
     def _check_tokenizers(self, tokenizers: Sequence[Tokenizer], config: Any, paths: Sequence[Path]) -> None:
         vocabularies = zip(self.vocabularies, tokenizers, paths, strict=True)
         values = [(name, tokenizer.size, path) for name, tokenizer, path in vocabularies]
-        values += [(name, getattr(tokenizers[-1], name), paths[-1]) for name in _IDS if name in self.derived]
+        values += [(name, getattr(tokenizers[-1], name), paths[-1]) for name in _IDS if name in derived(self.model)]
         for name, value, path in values:
             if getattr(config, name) != value:
                 raise ValueError(f"{path}: it is of another model: its {name} is {value}, not {getattr(config, name)}")
@@ -248,10 +243,6 @@ class Application:
         """
         model = self.load_weights(folder, checkpoint).to(device).eval()
         return model, self.load_tokenizers(folder), self.data(**self.read_config(folder)["data"])
-
-
-def _derived(settings: type[Settings]) -> dict[str, str]:
-    return {item.name: item.metadata["derived"] for item in fields(settings) if item.metadata["derived"]}
 
 
 def application_of(kind: str) -> Application:

@@ -19,7 +19,7 @@ from fastformer.apps.models.sizes import check_memory
 from fastformer.apps.runs.application import PRETRAINED, Application
 from fastformer.apps.runs.automatic_settings import Choice, Task, choose, targets_per_second, vocabulary_size
 from fastformer.apps.runs.folder import CONFIG, DATA, check_new, read_kind, read_run_section
-from fastformer.apps.settings import Given, refuse_fixed
+from fastformer.apps.settings import Given, derived, refuse_fixed
 from fastformer.apps.system.files import write_file
 from fastformer.apps.system.run_lock import locked
 from fastformer.apps.text import Tokenizer
@@ -252,7 +252,7 @@ class Run(ABC):
         application, changes = cls.application, train or {}
         sections = application.read_config(folder)
         config = application.train(**{**sections["train"], **changes})
-        model = {k: v for k, v in sections["model"].items() if k not in application.derived}
+        model = {k: v for k, v in sections["model"].items() if k not in derived(application.model)}
         data = application.data(**sections["data"])
         refuse_fixed(changes, application.train(**sections["train"]))
         application.reject_unused_options({"train": changes}, data, model, config, device)

@@ -20,7 +20,7 @@ from starlette.responses import HTMLResponse, JSONResponse, Response, StreamingR
 from starlette.routing import Route
 
 from fastformer.apps.serve.worker import ModelWorker, QueueFullError, ServedModel
-from fastformer.apps.settings import Settings, reject_unused_options, typed_fields
+from fastformer.apps.settings import Settings, make_settings, typed_fields
 from fastformer.apps.text.files import encode_text
 from fastformer.settings import check_value
 
@@ -169,8 +169,7 @@ def _options(settings: type[Settings], values: dict[str, Any]) -> Any:
     """Return the settings of a request; raise ValueError for one that is unknown, too large or without effect."""
     if refused := [name for name in _OF_THE_PROCESS if name in values]:
         raise ValueError(f"{refused[0]} cannot be set by a request")
-    options = settings(**values)
-    reject_unused_options({"": values}, {"": options})
+    options = make_settings(settings, values)
     limits = {name: most for name, most in MOST.items() if hasattr(options, name)}
     for name, most in limits.items():
         check_value(name, values.get(name), int | None, at_most=most)

@@ -22,9 +22,10 @@ from fastformer.apps.cli.console import (
     input_batches,
     put_lines,
 )
-from fastformer.apps.cli.options import START, USE, make_settings, whole_number, with_settings
+from fastformer.apps.cli.options import START, USE, whole_number, with_settings
 from fastformer.apps.cli.training import add_training
 from fastformer.apps.serve.worker import ServedModel
+from fastformer.apps.settings import make_settings
 from fastformer.apps.text import read_lines, read_parallel
 from fastformer.apps.text.scores import PairedScore, check_bleu_tokenizer, compare_translations
 from fastformer.apps.translation.run import (

@@ -27,16 +27,13 @@ from fastformer.apps.cli.training import add_training
 from fastformer.apps.serve.worker import ServedModel
 from fastformer.apps.settings import Settings
 
-RUN = Path("runs") / APPLICATION.kind
-
-
 add_training(ClassificationRun, "Train a classifier of texts.")
 
 
 @app.command(rich_help_panel=USE)
 def classify(
     texts: Annotated[list[str] | None, typer.Argument(help="texts; none: read them from --input")] = None,
-    run: RunFolder = RUN,
+    run: RunFolder = Path("runs") / APPLICATION.kind,
     input: Input = None,
     output: Output = None,
     probabilities: Annotated[

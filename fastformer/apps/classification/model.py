@@ -98,8 +98,7 @@ class TextEncoder(SingleStack):
         else:
             hidden, layout = self.encode(ids, lengths, types)
             B, L, counts = layout.batch, layout.max_length, layout.offsets.diff()
-            rows = layout.cached("sequences from column 0", lambda: RowMap.of(layout.slots, B * L))
-            padded = rows.spread(hidden).view(B, L, hidden.shape[1])
+            padded = RowMap.of(layout.slots, B * L).spread(hidden).view(B, L, hidden.shape[1])
         x = self._pool(padded, counts[:, None])
         return x if self.pooler is None else self.pooler(x).tanh()
 

@@ -27,9 +27,6 @@ from fastformer.apps.settings import make_settings
 from fastformer.apps.text.files import checked_lines
 from fastformer.nn import pack_weights
 
-RUN = Path("runs") / APPLICATION.kind
-
-
 add_training(LanguageRun, "Train a language model.")
 
 
@@ -39,7 +36,7 @@ def generate(
     prompts: Annotated[
         list[str] | None, typer.Argument(help="one or several prompts; without one, the model starts a text")
     ] = None,
-    run: RunFolder = RUN,
+    run: RunFolder = Path("runs") / APPLICATION.kind,
     prompt_file: Annotated[
         Path | None, typer.Option(help="file or pipe of prompts, one a line; /dev/stdin: standard input")
     ] = None,

@@ -136,10 +136,9 @@ class LanguageState:
 
     def _read(self, rows: Sequence[Sequence[int]]) -> tuple[Tensor, Layout]:
         """Read ids into empty rows, none into the others; return packed hidden states `[T, D]` and the layout."""
-        layout = Layout.from_lengths([len(row) for row in rows])
-        packed = torch.tensor([i for row in rows for i in row], device="cpu")
-        ids, *layout_tensors = send(device_of(self.model), packed, *layout.tensors)  # [T]
-        layout = layout.with_tensors(layout_tensors)
+        device = device_of(self.model)
+        layout = Layout.from_lengths([len(row) for row in rows], device)
+        (ids,) = send(device, torch.tensor([i for row in rows for i in row], device="cpu"))  # [T]
         x = self.model.embedding(ids, layout.positions, layout.max_length)
         return self.model.decoder.step(x, self.cache, layout), layout
 

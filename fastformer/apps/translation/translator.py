@@ -89,14 +89,15 @@ class Translator:
         self.model.eval()  # it may have been trained on since the last call
         sequences, streams = self.encode(sentences), RandomStreams(options.seed)
         results: list[list[Translation]] = [[Translation("", 0.0, 0.0)] for _ in sentences]
-        order = sorted(np.flatnonzero(sequences.lengths).tolist(), key=lambda i: -sequences.lengths[i])
+        lengths = sequences.lengths
+        order = sorted(np.flatnonzero(lengths).tolist(), key=lambda i: -lengths[i])
         for start in range(0, len(order), batch_size):
             indices = order[start : start + batch_size]
             batch = [sequences[i] for i in indices]
-            ids, lengths = collate_source(batch, self.source_tokenizer.special_ids)
+            ids, source_lengths = collate_source(batch, self.source_tokenizer.special_ids)
             (ids,) = send(device_of(self.model), ids)
             draws = streams.take(batch) if options.sample else ()
-            for i, best in zip(indices, beam_search(self.model, ids, lengths, options, draws), strict=True):
+            for i, best in zip(indices, beam_search(self.model, ids, source_lengths, options, draws), strict=True):
                 results[i] = [
                     Translation(self.target_tokenizer.decode(h.ids), h.log_probability, h.score) for h in best
                 ]

@@ -30,7 +30,7 @@ from fastformer.apps.settings import Settings, setting
 from fastformer.apps.text import Tokenizer
 from fastformer.apps.text.files import check_texts
 from fastformer.host.cuda_graphs import Recorder, ReplayedStep
-from fastformer.host.devices import device_of, send, widest_dtype
+from fastformer.host.devices import device_of, send
 from fastformer.packing import Layout
 from fastformer.settings import check_value
 
@@ -189,12 +189,9 @@ def sample(
     logits, active = state.logits, list(enumerate(streams.take(prompts)))
     ended, idle_rows = set[int](), 0  # rows of `active` that have ended; how many, summed over steps
     for t in range(options.max_new_tokens):
-        uniform = None
-        if options.temperature > 0:
-            drawn = [stream.random() for _, stream in active]
-            (uniform,) = send(logits.device, torch.tensor(drawn, dtype=widest_dtype(logits.device), device="cpu"))
+        draws = [stream.random() for _, stream in active] if options.temperature > 0 else ()
         forbidden = special | ({c.eos_id} if t < options.min_new_tokens else set())
-        ids = choose_ids(logits, options, uniform, sorted(forbidden))
+        ids = choose_ids(logits, options, draws, sorted(forbidden))
         chosen = ids.tolist()
         if -1 in chosen:
             raise FloatingPointError("the model's scores are not numbers: it has diverged")

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from fastformer.host.devices import widest_dtype
+from fastformer.host.devices import send, widest_dtype
 
 # Tokens ranked at first for top-p. V 33,278, one CPU core: ranking 256 takes 0.18 ms, sorting all of them 3.1 ms.
 _FIRST_RANKED = 256
@@ -22,7 +22,7 @@ _FIRST_RANKED = 256
 def choose_ids(
     logits: Tensor,
     options: Any,
-    uniform: Tensor | None = None,
+    draws: Sequence[float] | Tensor = (),
     forbidden: Sequence[int] = (),
 ) -> Tensor:
     """Choose the next token of each row, by these steps in this order, in fp32.
@@ -32,13 +32,13 @@ def choose_ids(
     3. top-k (Fan et al. 2018): the k largest logits remain.
     4. top-p (Holtzman et al. 2020): of softmax over them, the smallest set whose mass is at least p remains.
        Both steps keep no more ids than necessary: among equals, the lowest ones.
-    5. The first id, in order of ids, at which the cumulative probability of the set exceeds `uniform` (fp64 sums: in
-       fp32 the rare words of a large vocabulary would round to nothing).
+    5. The first id, in order of ids, at which the cumulative probability of the set exceeds the row's number in `draws`
+       (fp64 sums: in fp32 the rare words of a large vocabulary would round to nothing).
 
     Args:
         logits: `[B, V]`; not changed.
         options: has temperature, top_k (None or 0: all ids may be drawn) and top_p.
-        uniform: fp64 `[B]` in [0, 1), or fp32 on a device without fp64; not needed for temperature 0.
+        draws: a number in [0, 1) for each row, on the CPU; none for temperature 0.
         forbidden: ids that must not be chosen.
 
     Returns:
@@ -52,7 +52,6 @@ def choose_ids(
     valid = best.squeeze(1).isfinite()
     if options.temperature == 0:
         return torch.where(valid, ids.squeeze(1), -1)
-    assert uniform is not None
     # The largest is subtracted first, so that no score overflows; beyond the limits, 0 / 0 and inf / inf would be NaN.
     logits = (logits - best) / min(max(options.temperature, limits.tiny), limits.max)
     V = logits.shape[-1]
@@ -63,6 +62,7 @@ def choose_ids(
     if options.top_p < 1:
         p = p.masked_fill(~_largest(p, *_nucleus(p, options.top_p)), 0.0)
     cumulative = p.cumsum(-1, dtype=widest_dtype(p.device))
+    (uniform,) = send(p.device, torch.as_tensor(draws, dtype=cumulative.dtype, device="cpu"))
     total = cumulative[:, -1:]
     # Below the total even where the product is rounded up to it: the chosen id has a probability above 0.
     drawn = torch.minimum(uniform[:, None] * total, total.nextafter(torch.zeros_like(total)))

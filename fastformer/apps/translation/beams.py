@@ -175,8 +175,7 @@ class Beams:
         N, V = self.hypotheses, log_p.shape[1]
         totals = self._totals.view(-1, 1)
         if self.options.sample:
-            (uniform,) = send(log_p.device, torch.tensor(draws, dtype=self._scores.dtype, device="cpu"))
-            places = choose_ids(log_p, self.options, uniform)[:, None].clamp_(min=0)
+            places = choose_ids(log_p, self.options, draws)[:, None].clamp_(min=0)
             is_nan = log_p.isnan().any(1, keepdim=True)  # then id 0, which may be forbidden, stands for any
             return totals + log_p.gather(1, places).masked_fill_(is_nan, math.nan), places
         if N == 1:

@@ -200,16 +200,9 @@ class Layout:
 
     def to(self, device: torch.device | str) -> "Layout":
         """Return the layout of the same tokens on another device, in one transfer; from a CPU, nothing waits."""
-        return self if torch.device(device) == self.offsets.device else self.with_tensors(send(device, *self.tensors))
-
-    @property
-    def tensors(self) -> tuple[Tensor, ...]:
-        """The tensors on the tokens' device: offsets, positions, slots and origin."""
-        return self.offsets, self.positions, self.slots, self.origin
-
-    def with_tensors(self, tensors: Sequence[Tensor]) -> "Layout":
-        """Return the layout of the same tokens with copies of `tensors` on another device."""
-        offsets, positions, slots, origin = tensors
+        if torch.device(device) == self.offsets.device:
+            return self
+        offsets, positions, slots, origin = send(device, self.offsets, self.positions, self.slots, self.origin)
         return replace(self, offsets=offsets, positions=positions, slots=slots, origin=origin, _memory={})
 
     @property

@@ -59,10 +59,9 @@ def read_labelled(path: Path | str, labels: Sequence[str] | None = None, name: s
             text, or only one label.
     """
     labelled: list[tuple[str, str]] = []
-    known, dropped = {_to_nfc(label): label for label in labels or ()}, 0
+    known = {_to_nfc(label): label for label in labels or ()}
     for number, line in enumerate(iterate_lines(path), start=1):
         if not line.strip():
-            dropped += 1
             continue
         label, tab, text = (field.strip() if field != "\t" else field for field in line.partition("\t"))
         if not tab:
@@ -73,17 +72,14 @@ def read_labelled(path: Path | str, labels: Sequence[str] | None = None, name: s
         if labels is not None and label not in known:
             shown = ", ".join(labels) if len(labels) <= 10 else f"{', '.join(labels[:10])} and {len(labels) - 10} more"
             raise TextError(f"{path}:{number}: label {label!r} is not among those of training: {shown}")
-        label = known.get(label, label)
         if text:
-            labelled.append((label, text))
-        else:
-            dropped += 1
+            labelled.append((known.get(label, label), text))
     if not labelled:
         raise TextError(f"{path}: holds no text with a label")
     classes = tuple(labels) if labels is not None else tuple(sorted({label for label, _ in labelled}))
     if len(classes) < 2:
         raise TextError(f"{path}: every text has the label {classes[0]!r}; a classifier needs two labels at least")
-    return _corpus(labelled, classes, name or Path(path).name, dropped)
+    return _corpus(labelled, classes, name or Path(path).name, dropped=number - len(labelled))
 
 
 def number_texts(count: int) -> LabelledCorpus:

@@ -62,7 +62,7 @@ def read_parallel(
     Raises the errors of `read_lines`, and ``TextError`` if the line counts differ or no pair is left.
     """
     pairs: list[tuple[str, str]] = []
-    source_lines = target_lines = empty = beyond = 0
+    source_lines = target_lines = beyond = 0
     for source, target in zip_longest(iterate_lines(source_path), iterate_lines(target_path)):
         source_lines, target_lines = source_lines + (source is not None), target_lines + (target is not None)
         pair = (source or "").strip(), (target or "").strip()
@@ -70,8 +70,6 @@ def read_parallel(
             beyond += 1
         elif all(pair):
             pairs.append(pair)
-        else:
-            empty += 1
     if source_lines != target_lines:
         raise TextError(
             f"{source_path} has {source_lines:,} lines but {target_path} has {target_lines:,}: "
@@ -79,6 +77,7 @@ def read_parallel(
         )
     if not pairs:
         raise TextError(f"{source_path} and {target_path}: every pair of lines has an empty side")
+    empty = source_lines - len(pairs) - beyond
     left_out = {_EMPTY: empty, _COPIES: 0, _BEYOND: beyond}  # in the order in which they are shown
     sources, targets = map(list, zip(*pairs, strict=True))
     return ParallelCorpus(sources, targets, name or Path(source_path).name, left_out)

@@ -133,7 +133,7 @@ def _reason(module: nn.Module) -> str | None:
             return " has a forward of its own"
     if state.get("expert_capacity") is not None:
         return ": experts drop what exceeds their capacity, padding included"
-    return None if _was_tested(type(module)) else mixing_reason(module, _TOKEN_WISE)
+    return None if _was_tested(type(module)) else mixing_reason(module, _TOKEN_WISE)  # type: ignore[arg-type]
 
 
 @lru_cache(maxsize=10_000)

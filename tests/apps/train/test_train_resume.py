@@ -124,6 +124,23 @@ def test_accumulated_batches_and_averaging_resume_too(tmp_path):
     )
 
 
+def test_weights_of_other_strides_resume_too(tmp_path):
+    """Fused optimizers read in the order of memory, and checkpoints store contiguous tensors."""
+
+    def transposed(seed=3):
+        model = network(seed)
+        model[0].weight = torch.nn.Parameter(model[0].weight.detach().t().contiguous().t())
+        return model
+
+    whole, parts = tmp_path / "whole", tmp_path / "parts"
+    trainer(whole, config(), model=transposed()).fit()
+    trainer(parts, config(), model=transposed(), loss=stop_after(6)).fit()
+    again = trainer(parts, config(), model=transposed(77))
+    again.resume()
+    again.fit()
+    assert_equal(final(parts, 20), final(whole, 20))
+
+
 def test_a_budget_in_minutes_resumes_with_the_time_already_spent(tmp_path):
     class Clock:
         now = 1000.0

@@ -109,27 +109,6 @@ def test_the_work_of_a_token_is_bounded(monkeypatch):
     assert len(passes) - 1 <= 300 / 10
 
 
-@torch.no_grad()
-def test_rows_are_independent():
-    """Alone, and after others have left the batch; rows slide at different times."""
-    model = random_model(5).double()
-    tokens = random_tokens(4, 30)
-    together = LanguageState(model, PROMPTS, 8)
-    expected = [together.logits, *(together.step(ids) for ids in tokens)]
-    for row, prompt in enumerate(PROMPTS):
-        alone = LanguageState(model, [prompt], 8)
-        actual = [alone.logits, *(alone.step(ids) for ids in tokens[:, row : row + 1])]
-        torch.testing.assert_close(torch.cat(actual), torch.stack(expected)[:, row], atol=1e-10, rtol=0)
-    state, rows = LanguageState(model, PROMPTS, 8), torch.arange(4)
-    kept_rows = {3: [0, 2, 3], 11: [1, 2], 17: [1]}
-    for t, ids in enumerate(tokens):
-        if t in kept_rows:
-            state.keep(torch.tensor(kept_rows[t]))
-            rows = rows[kept_rows[t]]
-        torch.testing.assert_close(state.step(ids[rows]), expected[t + 1][rows], atol=1e-10, rtol=0)
-    assert rows.tolist() == [3]
-
-
 def test_empty_prompts_are_refused():
     for prompts in ([], [[2], []]):
         with pytest.raises(ValueError, match="prompts must hold at least one prompt, and each at least one id"):

@@ -23,8 +23,6 @@ from fastformer.functional.preferences import Preference
 from fastformer.packing import Layout
 from fastformer_kernels.host import architecture
 from tests.kernels.norm_cases import cuda_autocast
-from tests.support.fused_calls import CALLS as OP_CALLS
-from tests.support.fused_calls import leaves
 from tests.support.python import python
 
 NVIDIA = ["sm_80", "sm_86", "sm_89", "sm_90", "sm_100", "sm_120"]
@@ -299,24 +297,6 @@ def test_an_unknown_backend_raises_and_changes_nothing(choose):
     with pytest.raises(ValueError, match="backend is 'cuda'; it must be one of auto, triton, reference"):
         choose("cuda")
     assert fastformer.get_backend() == "auto"
-
-
-def run_op(op: str) -> None:
-    OP_CALLS[op].call(OP_CALLS[op].extra(3, "cpu"), 0.0, *leaves(op, 3, "cpu"))
-
-
-@pytest.mark.parametrize("op", functional.OPS)
-def test_triton_raises_with_the_reason_where_it_cannot_run(op, monkeypatch):
-    monkeypatch.setattr(choice, "unsupported", lambda op, x: f"{op} is not for {x.device.type}")
-    with (
-        fastformer.backend("triton"),
-        pytest.raises(RuntimeError, match=f"'triton' was asked for, but {op} is not for"),
-    ):
-        run_op(op)
-    with fastformer.backend("reference"):
-        run_op(op)
-    with fastformer.backend("auto"):
-        run_op(op)
 
 
 def test_explain_says_what_would_run():

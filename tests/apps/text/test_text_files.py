@@ -145,20 +145,6 @@ def test_texts_are_in_a_partial_file_as_soon_as_they_come(tmp_path):
     assert path.read_text() == ""
 
 
-def test_a_failed_write_keeps_the_old_file(tmp_path, monkeypatch):
-    path = tmp_path / "file"
-    write_file(path, b"old")
-
-    def full_disk(descriptor):
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr("fastformer.apps.system.files.os.fsync", full_disk)
-    with pytest.raises(OSError, match="No space left"):
-        write_file(path, b"new")
-    assert path.read_bytes() == b"old"
-    assert list(tmp_path.iterdir()) == [path]
-
-
 def test_a_file_that_cannot_be_written_is_named(tmp_path, monkeypatch):
     with pytest.raises(FileNotFoundError) as caught:
         write_file(tmp_path / "missing" / "file", b"new")

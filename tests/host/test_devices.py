@@ -4,7 +4,6 @@ Where values matter, the CPU stands for the other device; where not, "meta" does
 no fp64: no tensor there may be fp64, tables of positions are made on the CPU.
 """
 
-import warnings
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -134,19 +133,6 @@ class TestOnAGpu:
         torch.cuda._sleep(100_000_000)  # the copies wait behind this, some tens of milliseconds
         sent = [send("cuda", torch.full((1 << 16,), i))[0] for i in range(20)]
         assert [int(x.sum()) for x in sent] == [i << 16 for i in range(20)]
-
-
-def test_a_capture_changes_nothing_and_its_replay_does_the_step() -> None:
-    """On a stand-in for CUDA graphs; tests/gpu has CUDA's own."""
-    x = torch.zeros(1)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        recorded = cuda_graphs.capture_or_warn(TapeRecorder(), lambda: x.add_(1), "all")
-    assert recorded is not None
-    assert x == 0
-    recorded.replay()
-    assert x == 1
-    assert cuda_graphs.recorder(torch.device("cpu"), True) is None
 
 
 def test_a_capture_that_fails_is_a_warning_of_one_line_with_its_reason() -> None:

@@ -1,7 +1,4 @@
-"""A model with all its kernels compiled: a training step in fp32 and under autocast to bf16, and a translation.
-
-The fp32 loss curve over several steps is in tests/apps/train/test_fused_training.py, which `--compiled` runs too.
-"""
+"""A model with all its kernels compiled: a training step in fp32 and under autocast to bf16, and a translation."""
 
 import copy
 from typing import Any

@@ -10,11 +10,9 @@ from torch import nn
 
 from fastformer.apps.models.sampling import RandomStreams
 from fastformer.apps.translation.search import SearchOptions, beam_search, greedy_search
-from tests.support.translation_task import BOS, EOS, PAD, UNK, random_model, reverse_batch, reversing_model
+from tests.support.translation_task import EOS, PAD, UNK, random_model, reverse_batch, reversing_model
 from tests.support.uncached_search import (
     RAGGED,
-    cached_decoder,
-    log_probabilities,
     naive_beam,
     naive_greedy,
     rows_of,
@@ -235,33 +233,6 @@ def test_finished_sentences_leave_the_batch(monkeypatch):
     steps.clear()
     beam_search(model, torch.cat(rows), batch.source_lengths[:5], SearchOptions(beam=3))
     assert steps == [3 * sum(n > t for n in alone) for t in range(max(alone))]
-
-
-@torch.no_grad()
-def test_cached_logits_are_the_models():
-    """Step by step, with rows that are reordered and dropped on the way."""
-    model = random_model(14).double()
-    source, lengths = sources([3, 1, 6])
-    rows = rows_of(source, lengths)
-    N = 2
-    cache, step = cached_decoder(model, source, lengths, hypotheses=N)
-    generator = torch.Generator().manual_seed(1)
-    prefixes = [[] for _ in range(len(rows) * N)]
-    fed = torch.full((len(prefixes),), BOS)
-    for t in range(36):
-        logits = step(fed).float().log_softmax(-1)
-        for i, (prefix, row) in enumerate(zip(prefixes, logits, strict=True)):
-            torch.testing.assert_close(row, log_probabilities(model, rows[i // N], [prefix])[0], atol=1e-5, rtol=0)
-        if t % 3 == 1:
-            swap = torch.cat([torch.randint(b * N, b * N + N, (N,), generator=generator) for b in range(len(rows))])
-            cache.reorder(swap)
-            prefixes = [list(prefixes[i]) for i in swap.tolist()]
-        if t == 5:
-            cache.keep(torch.tensor([0, 2]))
-            rows, prefixes = (rows[0], rows[2]), prefixes[:N] + prefixes[2 * N :]
-        fed = torch.randint(4, 17, (len(prefixes),), generator=generator)
-        for prefix, token in zip(prefixes, fed.tolist(), strict=True):
-            prefix.append(token)
 
 
 def test_drawn_sentences_that_have_ended_wait_for_the_others(monkeypatch):

@@ -225,10 +225,10 @@ def _read_padding(model: Any, arguments: dict[str, Any]) -> Packed | None:
     tensors = {name for name, x in arguments.items() if isinstance(x, Tensor) and x.dim()}
     outputs = "output_attentions", "output_router_logits"
     needs_batch = any(arguments.get(name) or getattr(model.config, name, False) for name in outputs)
-    if tensors - BY_TOKEN - KNOWN or needs_batch or _active_collector.get() or reason_for_batches(model):
+    if tensors - BY_TOKEN - KNOWN or needs_batch or _active_collector.get():
         return None
     rows = Layout.from_mask(mask == 0).to(states.device)
-    if rows.total in (0, mask.numel()):
+    if rows.total in (0, mask.numel()) or reason_for_batches(model):
         return None
     memory, memory_mask = arguments.get("encoder_hidden_states"), arguments.get("encoder_attention_mask")
     if memory is None:

@@ -191,8 +191,7 @@ def test_every_setting_that_is_a_users_is_a_flag_that_tells_default_and_range(na
     applications = {"train": TRANSLATION, "train lm": LANGUAGE, "train classify": CLASSIFICATION}
     chosen = applications[name].automatic if name in applications else ()
     items = [item for owner in COMMANDS[name] for item in fields(owner)]
-    without = {"n_best"} if name == "evaluate" else set()
-    own = {item.name: item for item in items if not item.metadata["derived"] and item.name not in without}
+    own = {item.name: item for item in items if not item.metadata["derived"]}
     assert own.keys() == flags.keys() & {item.name for item in items}
     for item in own.values():
         flag = flags[item.name]

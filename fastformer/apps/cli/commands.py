@@ -92,7 +92,7 @@ def listen(host: str, port: int) -> socket.socket:
 
 
 @app.command(rich_help_panel=USE)
-@with_settings(without=("n_best",), search=SearchOptions)
+@with_settings(hidden=("n_best",), search=SearchOptions)
 def evaluate(
     run: RunFolder = MAIN_RUN,
     checkpoint: Checkpoint = "best",

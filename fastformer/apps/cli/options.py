@@ -97,23 +97,23 @@ def _write(formatter: Any, groups: dict[str, list[tuple[str, str]]]) -> None:
 
 
 def with_settings(
-    *, chosen: Collection[str] = (), without: Collection[str] = (), **sections: type[Settings]
+    *, chosen: Collection[str] = (), hidden: Collection[str] = (), **sections: type[Settings]
 ) -> Callable[[Callable[..., None]], Callable[..., None]]:
     """Return a decorator that adds a flag for every setting that a user may set.
 
     The command receives the given flags as one keyword argument a section: `model={"heads": 4}`.
 
-    chosen: names of settings that the command chooses if their flags are not given. without: names of settings that
-    have no effect in the command. sections: settings by argument.
+    chosen: names of settings that the command chooses if their flags are not given. hidden: names of settings that the
+    command refuses, which its help does not show. sections: settings by argument.
     """
 
     def decorate(command: Callable[..., None]) -> Callable[..., None]:
         own = [p for p in inspect.signature(command).parameters.values() if p.name not in sections]
         flags = {
-            (section, item.name): _flag(section, item, hint, tuple(sections.values()), item.name in chosen)
+            (section, item.name): _flag(section, item, hint, tuple(sections.values()), chosen, hidden)
             for section, settings in sections.items()
             for item, hint in typed_fields(settings)
-            if not item.metadata["derived"] and item.name not in without
+            if not item.metadata["derived"]
         }
 
         def run(**arguments: Any) -> None:
@@ -152,14 +152,22 @@ def whole_number(help: str, panel: str | None = None) -> Any:
     return typer.Option(help=help, parser=int_or_text, rich_help_panel=panel)
 
 
-def _flag(section: str, item: "Field[Any]", hint: Any, settings: tuple[type, ...], chosen: bool) -> inspect.Parameter:
+def _flag(
+    section: str,
+    item: "Field[Any]",
+    hint: Any,
+    settings: tuple[type, ...],
+    chosen: Collection[str],
+    hidden: Collection[str],
+) -> inspect.Parameter:
     # Choices are checked by the settings, so that values from a file get the same message.
     kind = typing.get_args(hint)[0] if type(None) in typing.get_args(hint) else hint  # of int | None: int
     option = typer.Option(
         help=help_line(item, settings),
         parser=int_or_text if kind is int else None,
         rich_help_panel=f"Settings: {section}",
-        show_default="chosen for corpus and budget" if chosen else default_text(item),
+        show_default="chosen for corpus and budget" if item.name in chosen else default_text(item),
+        hidden=item.name in hidden,
     )
     return inspect.Parameter(
         item.name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=typing.Annotated[kind | None, option]

@@ -126,6 +126,8 @@ def evaluate_run(
     """Print BLEU, chrF and TER on the run's test or validation pairs, or on a source file and its references."""
     source = texts if isinstance(texts, Path) else None
     options = make_settings(SearchOptions, search)
+    if "n_best" in search:
+        raise ValueError("n_best has no effect here: the best translation is scored; leave it out")
     data = DataConfig(**APPLICATION.read_config(run)["data"])
     tokenizer = bleu_tokenizer or data.tokenizer_for_bleu
     check_bleu_tokenizer(tokenizer)

@@ -112,6 +112,7 @@ LATE = [
         "source 1 has 0 tokens; scored sentences must have 1",
     ),
     ("translate --run tr --sample --beam 2 a", "beam has an effect only with sample=False"),
+    ("evaluate --run tr --n-best 2", "n_best has no effect here: the best translation is scored"),
     ("compare tr lm --bootstrap 9", "--bootstrap compares at least two translation runs"),
     ("translate --run tr --input two.txt seven", "give sentences or --input, not both"),
     ("translate --run tr --batch-size 2.0 hello", "batch_size must be a whole number, at least 1, not '2.0'"),

@@ -22,7 +22,7 @@ from fastformer.apps.runs.run import Run
 from fastformer.apps.settings import File, FolderOrName, Given, Texts, inherited, setting
 from fastformer.apps.text import LabelledBatch, LabelledBatches
 from fastformer.apps.text.corpora import hold_out
-from fastformer.apps.text.encoding import say_unknown
+from fastformer.apps.text.encoding import describe_unknown
 from fastformer.apps.train import TrainConfig, Validation
 from fastformer.settings import check_value
 
@@ -132,7 +132,8 @@ class ClassificationRun(Run):
         (self.tokenizer,) = self.tokenizers
         train = self.corpora["train"]
         self.sequences, cut = encode_texts(train.texts, self.tokenizer, self.data.max_length)
-        unknown, shortened = say_unknown((self.sequences, self.tokenizer.unk_id)), f", {cut:,} cut" if cut else ""
+        unknown = describe_unknown(self.sequences.count(self.tokenizer.unk_id))
+        shortened = f", {cut:,} cut" if cut else ""
         tokens = f"{len(self.sequences):,} texts, {len(self.sequences.ids):,} tokens{unknown}{shortened}"
         arrays: list[NDArray[Any]] = [self.sequences.ids, self.sequences.offsets, train.classes]
         return f"{tokens}, {len(train.labels):,} labels", arrays

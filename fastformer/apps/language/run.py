@@ -6,7 +6,6 @@ documents, each between bos and eos; or as a stream of all lines, in training as
 at most `context` tokens. `fastformer.apps.runs.folder` describes the files of a run folder.
 """
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -38,8 +37,10 @@ from fastformer.apps.text import (
     split_text,
 )
 from fastformer.apps.text.batches import Pieces, cut_documents, divide_by_tokens
+from fastformer.apps.text.encoding import describe_unknown
 from fastformer.apps.text.tokenizer import UNK
 from fastformer.apps.train import TrainConfig, Validation
+from fastformer.apps.train.validation import to_perplexity
 from fastformer.host.devices import device_of
 from fastformer.settings import check_value
 
@@ -252,15 +253,15 @@ class Perplexity:
     @property
     def per_token(self) -> float:
         """exp(nats / tokens)."""
-        return math.exp(min(self.nats / self.tokens, 700.0))
+        return to_perplexity(self.nats / self.tokens)
 
     @property
     def per_word(self) -> float:
         """exp(nats / words), which compares models of different tokenizers without unknown tokens."""
-        return math.exp(min(self.nats / self.words, 700.0))
+        return to_perplexity(self.nats / self.words)
 
     def __str__(self) -> str:
-        unknown = f", {self.unknown:,} of them <unk>" if self.unknown else ""
+        unknown = describe_unknown(self.unknown)
         text = f"perplexity {self.per_token:.2f} per token ({self.tokens:,} predicted, <eos> counted{unknown})"
         if self.tokens != self.words:
             text += f"; {self.per_word:.2f} per word ({self.words:,} words, one <eos> a line counted)"
@@ -281,7 +282,7 @@ def perplexity(model: LanguageModel, corpus: TextCorpus, tokenizer: Tokenizer, c
         ValueError: context is below 1, or no document has a token.
     """
     documents, pieces = _pieces(corpus, tokenizer, context, stream)
-    unknown = int(np.count_nonzero(documents.documents.ids == tokenizer.unk_id))
+    unknown = documents.documents.count(tokenizer.unk_id)
     # Each skipped document is a line without a token, of which corpus.words counts the <eos>.
     return Perplexity(_nats(model, pieces), pieces.predictions, corpus.words - documents.dropped, unknown)
 

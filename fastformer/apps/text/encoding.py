@@ -55,6 +55,10 @@ class Sequences:
         starts = self.offsets[indices]
         return _gather(self.ids, starts, self.offsets[indices + 1] - starts)
 
+    def count(self, token: int) -> int:
+        """Return how often an id occurs."""
+        return int(np.count_nonzero(self.ids == token))
+
     def cut(self, length: int) -> "Sequences":
         """Return the first `length` ids of each sequence."""
         return _gather(self.ids, self.offsets[:-1], np.minimum(self.lengths, length))
@@ -68,9 +72,8 @@ class Sequences:
         return Sequences(ids, self.offsets + len(added) * np.arange(len(self) + 1))
 
 
-def say_unknown(*sides: tuple[Sequences, int]) -> str:
-    """Return words about the unknown tokens of sequences, each with the id of <unk>; nothing if there are none."""
-    count = sum(int(np.count_nonzero(sequences.ids == unk_id)) for sequences, unk_id in sides)
+def describe_unknown(count: int) -> str:
+    """Return words about a number of unknown tokens; nothing for 0."""
     return f", {count:,} of them <unk>" if count else ""
 
 
@@ -111,8 +114,8 @@ class EncodedPairs:
         dropped = f", {self.dropped:,} pairs too long or empty dropped" if self.dropped else ""
         truncated = f", {self.truncated:,} pairs truncated" if self.truncated else ""
         tokens = f"{len(self.source.ids):,} source and {len(self.target.ids):,} target tokens"
-        unknown = say_unknown((self.source, self.source_ids.unk_id), (self.target, self.target_ids.unk_id))
-        return f"{len(self):,} pairs, {tokens}{unknown}{dropped}{truncated}"
+        unknown = self.source.count(self.source_ids.unk_id) + self.target.count(self.target_ids.unk_id)
+        return f"{len(self):,} pairs, {tokens}{describe_unknown(unknown)}{dropped}{truncated}"
 
 
 def encode_pairs(
@@ -169,7 +172,7 @@ class EncodedDocuments:
 
     def __str__(self) -> str:
         dropped = f", {self.dropped:,} empty documents dropped" if self.dropped else ""
-        unknown = say_unknown((self.documents, self.special_ids.unk_id))
+        unknown = describe_unknown(self.documents.count(self.special_ids.unk_id))
         return f"{len(self):,} documents, {len(self.documents.ids):,} tokens{unknown}{dropped}"
 
 

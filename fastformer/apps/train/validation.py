@@ -38,6 +38,11 @@ class Validation:
         return min(max(int(share * self.size), 1), self.size)
 
 
+def to_perplexity(loss: float) -> float:
+    """Return exp of a loss in nats per token, of 700 at most: beyond that, a float overflows."""
+    return math.exp(min(loss, 700.0))
+
+
 def check_values(scores: Mapping[str, Any], metric: str) -> dict[str, Any]:
     """Return a validation's values as floats and texts, with "perplexity" computed from "loss" if it is absent.
 
@@ -50,7 +55,7 @@ def check_values(scores: Mapping[str, Any], metric: str) -> dict[str, Any]:
                 f"validate must name its values by texts, none of them {', '.join(RESERVED_FIELDS)}: {name!r}"
             )
     if "loss" in values:
-        values.setdefault("perplexity", math.exp(min(values["loss"], 700.0)))
+        values.setdefault("perplexity", to_perplexity(values["loss"]))
     if not isinstance(values.get(metric), float):
         raise ValueError(
             f"metric={metric!r} is not among the validation's values: {', '.join(values)}; what was trained is saved"

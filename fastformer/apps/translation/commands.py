@@ -28,6 +28,7 @@ from fastformer.apps.serve.worker import ServedModel
 from fastformer.apps.settings import make_settings
 from fastformer.apps.text import read_lines, read_parallel
 from fastformer.apps.text.scores import PairedScore, check_bleu_tokenizer, compare_translations
+from fastformer.apps.train.validation import to_perplexity
 from fastformer.apps.translation.run import (
     APPLICATION,
     DataConfig,
@@ -107,7 +108,7 @@ def score(
         raise ValueError(f"{source} has {len(sources):,} lines but {target} has {len(targets):,}; they must be pairs")
     translator = load_translator(run, checkpoint, choose_device(device))
     scores = translator.score(sources, targets, batch_size)
-    put_lines((f"{log_p:.4f}\t{n}\t{math.exp(min(-log_p / n, 700.0)):.4f}" for log_p, n in scores), output)
+    put_lines((f"{log_p:.4f}\t{n}\t{to_perplexity(-log_p / n):.4f}" for log_p, n in scores), output)
 
 
 def evaluate_run(

@@ -16,7 +16,6 @@ import json
 import re
 import statistics
 import sys
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext, suppress
 from pathlib import Path
@@ -87,8 +86,8 @@ class Result(BaseModel):
     def heading(self) -> str:
         """Return a sentence with the machine, versions, commit and measured rates."""
         text = heading(self.name, self.machine, self.timer, self.ceilings)
-        for commit, count in Counter(row.commit for row in self.rows if row.commit).items():
-            text += f"; {count} of {len(self.rows)} rows are of commit {commit[:8]}"
+        if earlier := sum(row.commit is not None for row in self.rows):
+            text += f"; {earlier} of {len(self.rows)} rows are of earlier commits, which RESULTS.md names"
         if self.matmul:
             slow, fast = (rate / 1e9 for rate in self.matmul)
             text += f"; an fp32 matrix product, timed between the cases, ran at {slow:,.0f} to {fast:,.0f} GFLOP/s"

@@ -16,7 +16,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor, nn
 
-from fastformer.apps.models.common import SingleStack, exported_mask, summed_cross_entropy
+from fastformer.apps.models.common import SingleStack, exported_mask, output_cross_entropy
 from fastformer.apps.models.settings import ModelSettings, initialise
 from fastformer.apps.models.sizes import MOST_LAYERS
 from fastformer.apps.settings import LARGEST, inherited, setting
@@ -155,7 +155,7 @@ def token_classification_loss(model: TokenClassifier, batch: LabelledBatch, labe
         IndexError: a label on the CPU is no class.
     """
     hidden = model(batch.ids, batch.lengths)
-    return summed_cross_entropy(model.output, hidden, batch.labels, batch.lengths, label_smoothing)
+    return output_cross_entropy(model.output, hidden, batch.labels, batch.lengths, label_smoothing)
 
 
 def sequence_classification_loss(

@@ -12,7 +12,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from fastformer import functional
-from fastformer.apps.models.common import SingleStack, summed_cross_entropy, tie
+from fastformer.apps.models.common import SingleStack, output_cross_entropy, tie
 from fastformer.apps.models.settings import ModelSettings, initialise
 from fastformer.apps.models.sizes import MOST_LAYERS
 from fastformer.apps.settings import LARGEST, inherited, setting
@@ -106,4 +106,4 @@ def language_model_loss(model: LanguageModel, batch: LanguageBatch, label_smooth
     `model` may be wrapped (torch.compile, DistributedDataParallel), as long as `model.output` is reachable.
     """
     hidden = model(batch.ids_in, batch.lengths)
-    return summed_cross_entropy(model.output, hidden, batch.ids_out, batch.lengths, label_smoothing)
+    return output_cross_entropy(model.output, hidden, batch.ids_out, batch.lengths, label_smoothing)

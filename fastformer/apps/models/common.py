@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from fastformer import functional
 from fastformer.apps.models.embeddings import Embedding
 from fastformer.apps.text import Tokenizer
+from fastformer.functional.linear_cross_entropy.op import Reduction
 from fastformer.host.devices import check_types
 from fastformer.modes import exporting
 from fastformer.nn.inspection import is_unmodified
@@ -71,10 +72,15 @@ def exported_mask(name: str, ids: Tensor, lengths: Tensor | Layout) -> Tensor | 
     return torch.arange(ids.shape[1], device=ids.device) < lengths.to(ids.device)[:, None]
 
 
-def summed_cross_entropy(
-    output: nn.Linear, hidden: Tensor, target: Tensor, lengths: Tensor | Layout, label_smoothing: float
+def output_cross_entropy(
+    output: nn.Linear,
+    hidden: Tensor,
+    target: Tensor,
+    lengths: Tensor | Layout,
+    label_smoothing: float,
+    reduction: Reduction = "sum",
 ) -> Tensor:
-    """Sum the cross entropy of softmax(output(hidden)) against target over the real positions, fp32, in nats.
+    """Compute the cross entropy of softmax(output(hidden)) against target at the real positions, fp32, in nats.
 
     Args:
         output: the projection to V classes. If it was replaced or has hooks, it is called, and all logits are stored.
@@ -82,15 +88,16 @@ def summed_cross_entropy(
         target: int64, packed `[T]` or padded `[B, length]`.
         lengths: int64 `[B]`, on the CPU, or the layout.
         label_smoothing: share of the probability spread over all classes.
+        reduction: as in `F.cross_entropy`; "none" returns `[T]`.
     """
     if target.dim() == 2:
         target, _ = packed_ids("target", target, lengths)
     if not is_unmodified(output, nn.Linear):
         logits = output(hidden)
         logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
-        return F.cross_entropy(logits, target, label_smoothing=label_smoothing, reduction="sum")
+        return F.cross_entropy(logits, target, label_smoothing=label_smoothing, reduction=reduction)
     return functional.linear_cross_entropy(
-        hidden, output.weight, target, output.bias, label_smoothing=label_smoothing, reduction="sum"
+        hidden, output.weight, target, output.bias, label_smoothing=label_smoothing, reduction=reduction
     )
 
 

@@ -14,14 +14,15 @@ from torch import Tensor, nn
 from fastformer.apps.models.common import (
     check_sequences,
     exported_mask,
+    output_cross_entropy,
     packed_ids,
-    summed_cross_entropy,
     tie,
 )
 from fastformer.apps.models.settings import ModelSettings, initialise
 from fastformer.apps.models.sizes import MOST_LAYERS
 from fastformer.apps.settings import LARGEST, inherited, setting
 from fastformer.apps.text import Batch, Batches, EncodedPairs
+from fastformer.functional.linear_cross_entropy.op import Reduction
 from fastformer.host.devices import device_of
 from fastformer.nn.stacks import TransformerDecoder, TransformerEncoder
 from fastformer.packing import Layout
@@ -145,13 +146,17 @@ class TranslationModel(nn.Module):
         return {"encoder": encoder[:, 0], "decoder": decoder[:, 0], "cross": cross[:, 0]}
 
 
-def translation_loss(model: TranslationModel, batch: Batch, label_smoothing: float = 0.0) -> Tensor:
-    """Return the summed cross entropy of a batch over real target tokens, fp32, in nats; padding is excluded.
+def translation_loss(
+    model: TranslationModel, batch: Batch, label_smoothing: float = 0.0, reduction: Reduction = "sum"
+) -> Tensor:
+    """Return the cross entropy of a batch over real target tokens, fp32, in nats: the sum, or `[T]` with "none".
 
     `model` may be wrapped (torch.compile, DistributedDataParallel), as long as `model.output` is reachable.
     """
     hidden = model(batch.source, batch.source_lengths, batch.target_in, batch.target_lengths)
-    return summed_cross_entropy(model.output, hidden, batch.target_out, batch.target_lengths, label_smoothing)
+    return output_cross_entropy(
+        model.output, hidden, batch.target_out, batch.target_lengths, label_smoothing, reduction
+    )
 
 
 @torch.no_grad()

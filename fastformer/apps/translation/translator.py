@@ -17,7 +17,7 @@ from fastformer.apps.models.sampling import RandomStreams
 from fastformer.apps.plots.attention_maps import AttentionMaps
 from fastformer.apps.text import EncodedPairs, Sequences, Tokenizer, collate, collate_source, encode_source
 from fastformer.apps.text.files import check_texts
-from fastformer.apps.translation.model import TranslationModel
+from fastformer.apps.translation.model import TranslationModel, translation_loss
 from fastformer.apps.translation.search import SearchOptions, beam_search
 from fastformer.host.devices import device_of, send
 from fastformer.settings import check_value
@@ -134,11 +134,9 @@ class Translator:
         for start in range(0, len(pairs), batch_size):
             indices = np.arange(start, min(start + batch_size, len(pairs)))
             batch = collate(pairs.take(indices)).to(device_of(self.model))
-            hidden = self.model(batch.source, batch.source_lengths, batch.target_in, batch.target_lengths)
-            log_p = self.model.logits(hidden).float().log_softmax(-1)
-            chosen = log_p.gather(1, batch.target_out[:, None]).squeeze(1).cpu()
-            by_sentence = torch.split(chosen, batch.target_lengths.tolist())
-            scores += [(math.fsum(x.tolist()), len(x)) for x in by_sentence]
+            losses = translation_loss(self.model, batch, reduction="none").cpu()
+            by_sentence = torch.split(losses, batch.target_lengths.tolist())
+            scores += [(-math.fsum(x.tolist()), len(x)) for x in by_sentence]
         return scores
 
     def _encode_uncut(self, side: str, sentences: Sequence[str], tokenizer: Tokenizer) -> Sequences:

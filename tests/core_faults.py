@@ -215,7 +215,7 @@ ROWS: dict[str, list[tuple[str, str, str]]] = {
          "nn/test_wrappers.py::test_wrapped_layers_and_attention_run_padded_with_torchs_numbers"),
         ("if has_own_hooks(layer) and not is_sharded(layer):", "if has_own_hooks(layer):",
          "nn/test_wrappers.py::test_layers_that_gather_their_own_parameters_run_packed"),
-        ("everywhere = \"layers.0 has hooks\" if has_global_hooks() else called", "everywhere = called",
+        ("must_be_called = \"layers.0 has hooks\" if has_global_hooks() else called", "must_be_called = called",
          "nn/test_running_padded.py::test_hooks_of_all_modules_get_torchs_arguments"),
         ('reasons.setdefault("called", f"{where} has hooks")', "pass", OBSTACLE),
         ("if kind not in TOKEN_WISE and kind not in known:", "if False:", OBSTACLE),
@@ -223,7 +223,7 @@ ROWS: dict[str, list[tuple[str, str, str]]] = {
         ("if module.bias_k is not None or module.add_zero_attn:", "if False:", OBSTACLE),
         (" and not has_own_hooks(child):", ":", HOOKS),
         ('return bool(hooks or state.get("_backward_pre_hooks") or "forward" in state)', "return bool(hooks)", HOOKS),
-        ("if len(orders) > 1:", "if False:",
+        ("if len(batch_firsts) > 1:", "if False:",
          "nn/test_running_padded.py::test_layers_that_differ_in_the_order_of_dimensions"),
     ],
     "nn/layers": [

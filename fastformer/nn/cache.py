@@ -3,8 +3,8 @@
 A step reads one token a row, a chunk, or prompts of different lengths. Tensors of a cache are created outside inference
 mode, so that steps inside and outside of it can use the same cache.
 
-Letters: B sentences, N hypotheses a sentence, R = B * N rows, t new tokens a row, T of all rows, H heads, S positions,
-K head size, D model width.
+Letters: B sentences, N hypotheses a sentence, R = B * N rows, t new tokens a row, T packed new tokens, H heads,
+S positions, K head size, D model width.
 """
 
 import copy
@@ -215,7 +215,7 @@ class KVCache:
 
     @torch.inference_mode(False)
     def keep(self, sentences: Tensor) -> None:
-        """Continue with these sentences only, int64, in this order, each with its N rows; some may be repeated."""
+        """Keep these sentences alone, int64, in this order, each with its N rows; a sentence may be repeated."""
         chosen = _indices("sentences", sentences, self.rows // self.hypotheses)
         rows = (chosen[:, None] * self.hypotheses + torch.arange(self.hypotheses, device="cpu")).flatten()
         lengths, memory_lengths = self.lengths[rows.to(self.lengths.device)], self.memory_lengths
@@ -267,7 +267,7 @@ class StaticKVCache(KVCache):
 
     def grow(self, capacity: int) -> None:
         """Increase the capacity to `capacity` tokens a row; replaces the tensors."""
-        check_value("capacity", capacity, int, {"of before": self.capacity}, at_least="of before")
+        check_value("capacity", capacity, int, {"the present capacity": self.capacity}, at_least="the present capacity")
         for layer_cache in self.layers:
             layer_cache.grow(capacity)
         self.capacity = capacity

@@ -82,6 +82,6 @@ def fill_bucket(sides: Sequence[tuple[Tensor, Layout]]) -> list[tuple[Tensor, La
         lengths = [*layout.lengths.tolist(), *filler_lengths(count, length)]
         lengths += [0] * (batch - len(lengths))
         full = Layout.from_lengths(lengths, tokens.device, length)
-        in_place = Layout.from_static_tensors(full.offsets, full.positions, full.origin, length)
-        filled.append((torch.cat([tokens, tokens[:count].detach()]), in_place))
+        static = Layout.from_static_tensors(full.offsets, full.positions, full.origin, length)
+        filled.append((torch.cat([tokens, tokens[:count].detach()]), static))
     return filled

@@ -62,10 +62,10 @@ def lines_of(title: str, entries: list[Entry], sign: str = ":") -> list[str]:
 def convert(model: nn.Module, *, padding_free: bool = True, sdpa: bool = False) -> Conversion:
     """Change the torch.nn modules of a model to fastformer's drop-in classes, in place; return the report.
 
-    Changed are LayerNorm, RMSNorm, MultiheadAttention, TransformerEncoderLayer, TransformerDecoderLayer,
-    TransformerEncoder, TransformerDecoder and Transformer. Modules that may compute something else are not changed:
-    subclasses, parametrised, quantised and scripted modules, and instances whose `forward` was replaced. The report
-    gives the reason for each. Hooks and tied weights stay as they are.
+    Converts LayerNorm, RMSNorm, MultiheadAttention, TransformerEncoderLayer, TransformerDecoderLayer,
+    TransformerEncoder, TransformerDecoder and Transformer. Leaves modules that may compute something else: subclasses,
+    parametrised, quantised and scripted modules, and instances whose `forward` was replaced. The report gives the
+    reason for each. Hooks and tied weights stay as they are.
 
     Args:
         model: any module; it is changed too if it is of such a class.
@@ -105,9 +105,8 @@ def convert(model: nn.Module, *, padding_free: bool = True, sdpa: bool = False) 
 def revert(model: nn.Module) -> Conversion:
     """Change every module that `convert` changed back to its original class, in place; return the report.
 
-    Not changed are modules that a parametrisation or FSDP2 has given another class since, or whose `forward` was
-    replaced in the instance: undo that first. Attention with options that torch.nn lacks, such as a window, is not
-    changed either.
+    Leaves modules that a parametrisation or FSDP2 has given another class since, or whose `forward` was replaced in
+    the instance: undo that first. Also leaves attention with options that torch.nn lacks, such as a window.
     """
     report = Conversion()
     for name, module in model.named_modules():

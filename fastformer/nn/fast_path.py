@@ -1,8 +1,8 @@
 """Inference through unmodified layers: one token a row on a CPU, and packed tokens in kernels.
 
-Both compute what the layers' `compose` does, by few ops and without the checks of each module and op. On a CPU these
-take a seventh of the time of a step (6 layers of width 512). With kernels they take more than half of the host's time
-of an encoder's layers.
+Both compute what the layers' `compose` does, by few ops and without the checks of each module and op. On a CPU the
+checks take a seventh of the time of a step (6 layers of width 512). With kernels they take more than half of the host's
+time of an encoder's layers.
 
 Letters: T packed tokens, R rows of a cache, N hypotheses a sentence, D model width, H heads of queries, Hkv of keys and
 values, K head size.
@@ -48,7 +48,7 @@ def _run(
         add_norm: returns norm(x + residual), and the sum.
         activate: applies an activation by its name in `functional.feed_forward`.
     """
-    residual: Tensor | None = None  # still to be added to x, which the next norm does
+    residual: Tensor | None = None  # not yet added to x; the next norm adds it
     for index, layer in enumerate(stack.layers):
         modules = layer._modules
         for number, attend in enumerate((*attentions(index, layer), None), start=1):
@@ -120,7 +120,7 @@ def takes_one_token(stack: Any, x: Tensor, cache: Any) -> bool:
     if type(x) is not Tensor or not x.is_cpu or x.shape[1] != 1 or not cache.rows:
         return False
     if x.dtype not in (torch.float32, torch.float64) or x.dtype != cache.layers[0].keys.dtype:
-        return False  # the ops add up narrower dtypes in wider ones
+        return False  # `compose` accumulates narrower dtypes in wider ones
     if needs_dispatcher() or autocasts(x) or runs_fused("attention", x):
         return False
     return _has_unmodified_layers(stack)
@@ -171,7 +171,7 @@ def _attend(attention: Any, q: Tensor, keys: Tensor, values: Tensor, mask: Tenso
 def _add_norm(norm: Any, x: Tensor, residual: Tensor | None) -> tuple[Tensor, Tensor]:
     x, (weight, bias) = x if residual is None else residual + x, _parameters_of(norm)
     if any(p is not None and p.dtype != x.dtype for p in (weight, bias)):
-        return norm(x), x  # which widens a narrower dtype
+        return norm(x), x  # the module widens a narrower dtype
     if isinstance(norm, nn.RMSNorm):
         return F.rms_norm(x, norm.normalized_shape, weight, norm.eps), x
     return F.layer_norm(x, norm.normalized_shape, weight, bias, norm.eps), x
@@ -264,8 +264,8 @@ def _attend_packed(
 ) -> Tensor:
     attention.check_layouts(layout, key_layout)
     memory = x if memory is None else memory
-    where, key_where = (Positions(each.positions, each.max_length) for each in (layout, key_layout))
-    q, k, v = attention.project(x, memory, memory, where, key_where)
+    positions, key_positions = (Positions(each.positions, each.max_length) for each in (layout, key_layout))
+    q, k, v = attention.project(x, memory, memory, positions, key_positions)
     out = packed_attention_kernel(q, k, v, layout, key_layout, causal)
     return _linear(out.flatten(1), attention._modules["out_proj"])
 

@@ -68,7 +68,7 @@ def unmodified_children(module: nn.Module, types: Mapping[str, tuple[type[nn.Mod
 def mixing_reason(module: Any, known: Collection[Any] = ()) -> str | None:
     """Return why a module may look at several tokens; None if its class is in TOKEN_WISE or `known`."""
     kind = type(module)
-    if kind not in TOKEN_WISE and kind not in known and is_parametrized(module):  # its class is made of another
+    if kind not in TOKEN_WISE and kind not in known and is_parametrized(module):  # a generated subclass
         kind = kind.__bases__[0]
     if kind not in TOKEN_WISE and kind not in known:
         if f"{kind.__module__}.{kind.__qualname__}" not in _ADAPTERS:
@@ -92,15 +92,15 @@ class Inspection(NamedTuple):
 def inspect_stack(stack: Any) -> Inspection:
     """Inspect a stack, its layers and its norm."""
     reasons: dict[str, str] = {}
-    orders: set[bool] = set()  # `set[bool]()` would break a graph of torch.compile
-    counting: set[str] = set()
+    batch_firsts: set[bool] = set()  # `set[bool]()` would break a graph of torch.compile
+    position_dependent: set[str] = set()
     for index, layer in enumerate(stack.layers):
         modules, where = layer._modules, f"layers.{index}"
         foreign = not getattr(type(layer), "runs_packed", False)
         for name in _ATTENTIONS:
             attention = getattr(layer, name, None) if foreign else modules.get(name)
             if hasattr(attention, "batch_first"):
-                orders.add(attention.batch_first)  # type: ignore[union-attr]
+                batch_firsts.add(attention.batch_first)  # type: ignore[union-attr]
         if foreign:
             override = " that overrides forward or a block" if hasattr(type(layer), "runs_packed") else ""
             reasons.setdefault("called", f"{where} is a {type(layer).__name__}{override}")
@@ -118,7 +118,7 @@ def inspect_stack(stack: Any) -> Inspection:
                 if name not in unmodified and has_own_hooks(module):
                     reasons.setdefault("called", f"{where}.{name} has hooks")
                 if module.counts_positions:
-                    counting.add(name)
+                    position_dependent.add(name)
                 if module.bias_k is not None or module.add_zero_attn:
                     reasons.setdefault("mixing", f"{where}.{name} has add_bias_kv or add_zero_attn")
                 unmodified_names = unmodified_children(module, module.part_types)
@@ -129,15 +129,16 @@ def inspect_stack(stack: Any) -> Inspection:
         function = None if isinstance(layer.activation, nn.Module) else layer.activation
         if function is not None and not (isinstance(function, Hashable) and function in TOKEN_WISE):
             reasons.setdefault("mixing", f"{where}.activation is a function that is not declared token_wise")
-    if len(orders) > 1:
+    if len(batch_firsts) > 1:
         reasons.setdefault("mixing", "the layers differ in batch_first")
     _inspect(stack.norm if isinstance(stack.norm, nn.Module) else None, "norm", "norm", reasons)
     if not len(stack.layers):
         reasons["hooked"] = "it has no layers, whose batch_first tells the order of dimensions"
     called, hooked, mixing = reasons.get("called"), reasons.get("hooked"), reasons.get("mixing")
-    everywhere = "layers.0 has hooks" if has_global_hooks() else called
-    order = orders.pop() if len(orders) == 1 else None
-    return Inspection(everywhere or hooked or mixing, everywhere, called, mixing, counting, order)
+    must_be_called = "layers.0 has hooks" if has_global_hooks() else called
+    batch_first = batch_firsts.pop() if len(batch_firsts) == 1 else None
+    obstacle = must_be_called or hooked or mixing
+    return Inspection(obstacle, must_be_called, called, mixing, position_dependent, batch_first)
 
 
 def check_layerwise(stack: Any, operation: str) -> Inspection:

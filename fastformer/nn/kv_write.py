@@ -1,7 +1,7 @@
 """Keys and values of one layer, and how new keys and values are written into the cache.
 
-Letters: B sentences, N hypotheses a sentence, R = B * N rows, t new tokens a row, T of all rows, H heads, S positions,
-K head size, D model width.
+Letters: B sentences, N hypotheses a sentence, R = B * N rows, t new tokens a row, T packed new tokens, H heads,
+S positions, K head size, D model width.
 """
 
 import math

@@ -97,9 +97,9 @@ class _Layer(nn.Module):
     def __init_subclass__(cls) -> None:
         super().__init_subclass__()
         kinds: Any = nn.TransformerEncoderLayer, nn.TransformerDecoderLayer
-        torchs = next(kind for kind in kinds if issubclass(cls, kind))
+        torch_class = next(kind for kind in kinds if issubclass(cls, kind))
         blocks = ("_sa_block", "_mha_block", "_ff_block")
-        overrides_block = any(getattr(cls, name, None) is not getattr(torchs, name, None) for name in blocks)
+        overrides_block = any(getattr(cls, name, None) is not getattr(torch_class, name, None) for name in blocks)
         cls.runs_packed = not overrides_block and getattr(cls.forward, "__globals__", None) is globals()
 
     def __init__(
@@ -142,7 +142,7 @@ class _Layer(nn.Module):
                 modules[name] = make_norm(options["norm"], first.in_features, modules[name].eps, bias, factory)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        # torch's own turns an activation that is a module into ReLU on deepcopy and pickle.
+        # torch's method turns an activation that is a module into ReLU on deepcopy and pickle.
         nn.Module.__setstate__(self, state)  # type: ignore[no-untyped-call]
 
     @property

@@ -64,10 +64,10 @@ class MultiheadAttention(Projections):
             if self.has_extra_options:
                 raise ValueError("query and key must not be nested where attention has options that torch's lacks")
             return super().forward(*arguments)
-        # torch's own checks, so that a mistake raises what it raises there.
+        # torch's own checks, so that a mistake raises torch's error.
         batched: bool = _mha_shape_check(query, key, value, key_padding_mask, attn_mask, self.num_heads)
         if is_causal and key_padding_mask is None and not need_weights:
-            attn_mask = None  # as in torch, where it may be of other sizes
+            attn_mask = None  # torch ignores it then, whatever its sizes
         if not batched:
             same = key is query, value is key
             query = query.unsqueeze(0)
@@ -148,9 +148,9 @@ class MultiheadAttention(Projections):
         if attn_mask is not None:
             check_attn_mask(attn_mask, self.num_heads, layout, key_layout)
         self.check_layouts(layout, key_layout)
-        where = Positions(layout.positions, layout.max_length)
-        key_where = where if key_layout is layout else Positions(key_layout.positions, key_layout.max_length)
-        q, k, v = self.project(query, memory, memory, where, key_where)
+        positions = Positions(layout.positions, layout.max_length)
+        key_positions = positions if key_layout is layout else Positions(key_layout.positions, key_layout.max_length)
+        q, k, v = self.project(query, memory, memory, positions, key_positions)
         if attn_mask is None:
             rules = self.rules(max(layout.max_length, key_layout.max_length), q.device)
             out = functional.packed_attention(q, k, v, layout, key_layout, causal=causal, **rules)

@@ -2,7 +2,7 @@
 
 `pack_weights` stores them by columns. A large one is copied into oneDNN's blocks, too, at the first product that reads
 them. On an AMD CPU, 4 to 128 rows then take a third to nine tenths of MKL's time; one row reads the columns where
-D > K. On an Intel CPU, blocks are faster for 6 to 24 rows alone: 0.5 to 0.9 of MKL's time by columns, else 0.9 to 1.6.
+D > K. On an Intel CPU, blocks take 0.5 to 0.9 of MKL's time by columns for 6 to 24 rows, else 0.9 to 1.6.
 
 Letters: M rows, D outputs, K inputs.
 """
@@ -45,8 +45,8 @@ _MAX_SLICES = 8  # cached slices of a weight: attention reads those of queries, 
 def pack_weights(model: nn.Module) -> None:
     """Pack the weights of a model's linear layers and attention projections, in place, for inference on a CPU.
 
-    Packed are fp32 weights on the CPU, of nn.Linear and fastformer's MultiheadAttention, not of subclasses. A large
-    weight is stored twice. The model can still be saved, moved and trained. An embedding that shares a weight keeps the
+    Packs fp32 weights on the CPU, of nn.Linear and fastformer's MultiheadAttention, not of subclasses. A large weight
+    is stored twice. The model can still be saved, moved and trained. An embedding that shares a weight keeps the
     original parameter.
     """
     attentions = [x for x in model.modules() if isinstance(x, nn.MultiheadAttention)]

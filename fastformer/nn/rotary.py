@@ -17,7 +17,7 @@ from fastformer.packing.sizes import power_of_two
 from fastformer.settings import check_value
 
 _SHORTEST = 128  # positions of the smallest table; larger ones are powers of 2
-_MAX_TABLES = 64  # cached tables; they are kept, because CUDA graphs may read them
+_MAX_TABLES = 64  # cached tables; none is deleted, because CUDA graphs may read them
 _TABLES: dict[Any, tuple[Tensor, Tensor]] = {}
 
 

@@ -63,7 +63,7 @@ class TransformerEncoder(Stack, nn.TransformerEncoder):
         return self.run(src, None, masks, padding_free, need_weights)
 
     def packed(self, tokens: Tensor, layout: Layout, causal: bool = False, mask: Tensor | None = None) -> Tensor:
-        """Encode packed sequences: `[S, D]` -> `[S, D]`, of all sequences, one after another, as layout says.
+        """Encode packed sequences, one after another as layout says: `[S, D]` -> `[S, D]`.
 
         causal: whether a token attends only to itself and earlier tokens of its sequence. mask: as in forward, over
         layout.columns. The stack is called on a padded batch if it, a layer or attention has hooks or another class.

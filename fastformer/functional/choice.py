@@ -129,7 +129,7 @@ def why_sdpa_takes(q: Tensor, k: Tensor, v: Tensor, rules: AttentionRules, keys:
 def on_plain_cores(q: Tensor, head_size: int) -> bool:
     """Return whether attention's kernels multiply without tensor cores in forward or backward; False while compiling.
 
-    So they do in exact fp32, but for small heads on some GPUs, whose products are three of tf32.
+    They do in exact fp32, except for heads up to `EXACT_ON_TENSOR_CORES`, whose products are three of tf32.
     """
     if compiling() or product_dtype(q) != torch.float32 or torch.backends.cuda.matmul.fp32_precision == "tf32":
         return False

@@ -31,8 +31,8 @@ class _Visible(NamedTuple):
     keys: Tensor | None  # bool [B, S], likewise
 
 
-# Of a mask, or the tensor that it is a view of: its version, and what views of it show, by shape, strides and offset.
-# On a CPU, where numpy can change a mask without a new version, with a copy of the view.
+# For a mask, or the tensor that it is a view of: its version, and what its views show, by shape, strides and offset.
+# On a CPU a copy of each view is stored too, because numpy can change a mask without a new version.
 _remembered: MutableMapping[Tensor, Any] = WeakTensorKeyDictionary()
 
 
@@ -108,7 +108,7 @@ def _uses_kernels(query: Tensor) -> bool:
 
 
 def _read(mask: Tensor, B: int, T: int, S: int) -> _Visible | None:
-    """Return what a mask shows, remembered; None for other masks."""
+    """Return what a mask shows, from the cache if it is there; None for masks that `sdpa` does not read."""
     if mask.dim() == 2:
         mask = mask[None]
     elif mask.dim() == 4 and mask.shape[0] in (1, B) and (mask.shape[1] == 1 or mask.stride(1) == 0):
@@ -147,10 +147,10 @@ def _find(mask: Tensor, B: int, T: int) -> _Visible | None:
             if mask.shape[1] != mask.shape[2] or not torch.equal(shown, pairs.tril()):
                 return None
             causal = True
-    keys, of_rows = keys.expand(B, -1), queries.expand(B, T)
-    hidden_queries = None if mask.shape[1] == 1 or bool(queries.all()) else of_rows
-    spans = _spans(of_rows, keys, causal) if mask.is_cpu else None
-    return _Visible(spans, causal, hidden_queries, None if bool(keys.all()) else keys)
+    keys, queries = keys.expand(B, -1), queries.expand(B, T)
+    spans = _spans(queries, keys, causal) if mask.is_cpu else None
+    all_queries = mask.shape[1] == 1 or bool(queries.all())
+    return _Visible(spans, causal, None if all_queries else queries, None if bool(keys.all()) else keys)
 
 
 def _spans(queries: Tensor, keys: Tensor, causal: bool) -> list[Span] | None:

@@ -174,7 +174,7 @@ def _ordered(*gradients: Tensor | None) -> tuple[Tensor | None, ...]:
 
 
 def limit(q: Tensor, k: Tensor, v: Tensor) -> str | None:
-    """Return why the kernels cannot take these heads, or None."""
+    """Return why the kernels cannot take these dtypes and head sizes, or None."""
     if not q.dtype == k.dtype == v.dtype and (
         torch.float64 in (q.dtype, k.dtype, v.dtype) or not torch.is_autocast_enabled(q.device.type)
     ):

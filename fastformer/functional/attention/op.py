@@ -1,7 +1,6 @@
 """Attention: over padded batches, with its weights, and within packed sequences; the checks of its arguments.
 
-Letters: B batch, H heads, T queries, S keys, K head size of queries and keys, Kv that of values,
-P positions.
+Letters: B batch, H heads, T queries, S keys, K head size of queries and keys, Kv that of values, P positions.
 """
 
 from dataclasses import replace

@@ -84,7 +84,7 @@ def _cuts(queries: Ints, keys: Ints, heads: int) -> list[int]:
 
 
 def _slots(layout: Layout, order: Ints, cuts: list[int], heads: int) -> tuple[Tensor, int]:
-    """Return which rows of padded groups, `[heads, N, L]` each, hold the tokens `[T * heads]`, of how many rows."""
+    """Return the row of each token's heads `[T * heads]` in padded groups `[heads, N, L]`, and the number of rows."""
     lengths = _lengths(layout)
     ends = [*cuts[1:], len(order)]
     start = np.empty(len(order), np.int64)  # of each sequence: first row of head 0

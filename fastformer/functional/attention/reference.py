@@ -46,7 +46,7 @@ def only_causal(rules: AttentionRules) -> bool:
 def attention(q: Tensor, k: Tensor, v: Tensor, rules: AttentionRules) -> Tensor:
     """Compute `functional.attention` with rules from `check_attention`."""
     spans = visible_spans(q, k, rules)
-    if spans is not None:  # they leave out all padding but the mask's
+    if spans is not None:  # the spans leave out all padding except the mask's
         q, k, v = blank_padding(q, k, v, replace(rules, query_lengths=None, key_lengths=None, key_mask=None))
         return attend_in_spans(q, k, v, rules, spans)
     return attention_over_zeros(*blank_padding(q, k, v, rules), rules)

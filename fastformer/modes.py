@@ -16,7 +16,7 @@ from torch._subclasses import FakeTensor
 from torch.autograd import forward_ad as forward_ad
 
 compiling = torch.compiler.is_compiling  # True while Dynamo or torch.export traces the call
-exporting = torch.compiler.is_exporting  # torch.export, so ONNX too: one program for all batches, compiling() as well
+exporting = torch.compiler.is_exporting  # torch.export, so ONNX too: one program for all batches; compiling() is True
 functorch_level = torch._C._functorch.maybe_current_level  # None outside torch.func
 dispatch_modes = torch._C._len_torch_dispatch_stack  # how many TorchDispatchModes are active
 function_modes = torch._C._len_torch_function_stack  # likewise TorchFunctionModes

@@ -17,8 +17,8 @@ from torch import Tensor, nn
 def cast_parameters_together(modules: Sequence[nn.Module], dtype: torch.dtype | None) -> Iterator[None]:
     """Let modules hold copies of their weights and biases in autocast's dtype during a forward pass.
 
-    The modules must read them for matrix products alone. Copied are fp32 parameters that require a gradient; backward
-    casts all gradients at once. dtype: autocast's; None: nothing is cast.
+    The modules must read them for matrix products alone. Copies fp32 parameters that require a gradient; backward casts
+    all gradients at once. dtype: autocast's; None: nothing is cast.
     """
     trains = dtype is not None and torch.is_grad_enabled()
     places = [

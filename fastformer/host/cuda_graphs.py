@@ -90,11 +90,11 @@ def memory_for_graphs(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" else 0
 
 
-def make_room(index: int) -> None:
-    """Return unused memory of torch's allocator to the driver where it may be missed.
+def release_unused_memory(index: int) -> None:
+    """Return unused memory of torch's allocator to the driver if a capture may need it.
 
-    That is if less than half of the GPU's memory is free, and the unused is a tenth of it, or as much as is free. A
-    capture cannot do that, and can take no memory that deleted graphs or eager steps have left in the allocator.
+    It may if less than half of the GPU's memory is free, and the unused memory is a tenth of the GPU's or at least the
+    free memory. A capture cannot return memory, nor use what deleted graphs or eager steps left in the allocator.
     """
     free, total = torch.cuda.mem_get_info(index)
     unused = torch.cuda.memory_reserved(index) - torch.cuda.memory_allocated(index)
@@ -158,7 +158,7 @@ class CudaRecorder:
         """
         # If the capture runs out of memory, the pool's memory is free once the caller deletes its graphs.
         last, self.resources.last = self.resources.last, None
-        make_room(self.index)
+        release_unused_memory(self.index)
         pool, graph = torch.cuda.graph_pool_handle() if last is None else last.pool(), torch.cuda.CUDAGraph()
         with self._on_capture_stream():
             # With "global", a batch that another thread loads would end the capture.
@@ -167,7 +167,7 @@ class CudaRecorder:
                 try:
                     output = step()
                 except BaseException:
-                    with suppress(RuntimeError):  # that the capture broke off; the step's error is the reason
+                    with suppress(RuntimeError):  # the capture broke off; the step's error is the reason
                         graph.capture_end()
                     raise
                 graph.capture_end()

@@ -1,7 +1,7 @@
 """Arguments of ops: devices, casts for autocast, copies from the CPU in one transfer, and checks of numbers.
 
-Every op first checks its tensors here, because a kernel takes addresses; also those without dimensions, which torch
-takes from the CPU as numbers.
+Every op first checks its tensors here, because a kernel takes addresses: even tensors without dimensions, which torch
+accepts from the CPU.
 """
 
 from collections.abc import Sequence

@@ -62,7 +62,7 @@ class RowMap(NamedTuple):
         return torch.cat([x, x.new_zeros(1, *x.shape[1:])]).index_select(0, self.inverse)
 
     def spread_heads(self, x: Tensor) -> Tensor:
-        """Do the same with heads, `[T, H, K]` -> `[N, K]`, on a CPU without copying those that lie in wider rows."""
+        """Write heads to their slots: `[T, H, K]` -> `[N, K]`; on a CPU without a copy of heads inside wider rows."""
         if self.heads is None or type(x) is not Tensor or not x.numel() or needs_dispatcher():
             return self.spread(x.flatten(0, 1))
         if x.requires_grad and torch.is_grad_enabled():
@@ -232,7 +232,7 @@ class Layout:
 
         other: the layout of the keys, if the value depends on it; the value for the last one is kept.
         """
-        # No cache while compiling or capturing, when tensors have no values; a layout in place is of the captured step.
+        # No cache while compiling or capturing, when tensors have no values, unless the layout is of that step.
         if compiling() or (self.known and capturing(self.offsets)):
             return make()
         other = None if other is self else other  # a layout that refers to itself would wait for the garbage collector
@@ -241,7 +241,7 @@ class Layout:
         if cached_other is not other:
             with torch.inference_mode(False):  # training cannot use inference tensors
                 value = make()
-            if not needs_dispatcher():  # else it holds tensors of a mode or a transform
+            if not needs_dispatcher():  # else the value holds tensors of a mode or a transform
                 self._memory[key] = other, value
         return value  # type: ignore[no-any-return]
 

@@ -313,5 +313,5 @@ def test_a_capture_finds_free_memory(free, unused, released, monkeypatch):
     monkeypatch.setattr(torch.cuda, "memory_reserved", lambda index: 30)
     monkeypatch.setattr(torch.cuda, "memory_allocated", lambda index: 30 - unused)
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: calls.append(1))
-    cuda_graphs.make_room(0)
+    cuda_graphs.release_unused_memory(0)
     assert bool(calls) == released

@@ -12,8 +12,8 @@ The head width is a power of two; for tf32 it is twice that of the head (`proble
 multiplied exactly, so that its rows end at a width of 256.
 
 **The rows of sm_90** in 16 bits, and in exact fp32 to a width of 128, are the fastest of 14 to 47 tiles that were timed
-on an H200 for calls without features (benchmarks/NOTES.md). To a width of 128, four warps and two or more blocks on a
-multiprocessor won over eight warps and larger tiles: while one block computes exponentials, another multiplies.
+on an H200 for calls without features (benchmarks/NOTES.md). In 16 bits to a width of 128, four warps and two or more
+blocks on a multiprocessor mostly won over larger tiles: while one block computes exponentials, another multiplies.
 
 **The other rows** are the largest tiles that spill nothing and compute no product twice, of these the fewest
 instructions, by what the compiler reports (`python -m benchmarks.codegen`). No GPU has timed others. 16 bits: 16 rows a

@@ -15,7 +15,7 @@ from triton import knobs
 from triton.runtime import driver
 
 ADDED = triton.__version__.startswith("3.6.") and os.environ.get("FASTFORMER_FENCES") != "0"
-# Says which kernels get fences, also to Triton's cache, which does not know of the hook. It is ptxas's default.
+# Marks kernels that get fences, for Triton's cache too, which does not know the hook. The option is ptxas's default.
 _MARK = "-O3"
 
 

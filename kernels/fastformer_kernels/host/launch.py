@@ -33,7 +33,7 @@ class Launch(NamedTuple):
     values: list[Any]  # of all parameters of the kernel, in order
 
 
-class Watch:
+class LaunchRecord:
     """A record of one call of a launcher: launches, allocated tensors, and (view, tensor) pairs of the same address."""
 
     def __init__(self) -> None:
@@ -42,13 +42,13 @@ class Watch:
         self.aliases: list[tuple[Tensor, Tensor]] = []
 
 
-class _Watching(threading.local):
+class _ThreadState(threading.local):
     def __init__(self) -> None:
-        self.watch: Watch | None = None
+        self.record: LaunchRecord | None = None
         self.only_compiles = False
 
 
-_watching = _Watching()
+_thread = _ThreadState()
 
 
 class Device(NamedTuple):
@@ -164,13 +164,13 @@ def launch(kernel: Any, grid: tuple[int, ...], *args: Any, **options: Any) -> An
     microseconds: `_attention` (59 arguments) 28 -> 23, `_attention_queries` (68) 44 -> 26, layer norm (14) 10 -> 8.
     """
     options["enable_fp_fusion"] = _ENABLE_FP_FUSION
-    watch, only_compiles = _watching.watch, _watching.only_compiles
+    record, only_compiles = _thread.record, _thread.only_compiles
     is_compiled = isinstance(kernel, triton.JITFunction)  # the interpreter has another class
     if fences.ADDED and is_compiled:
         options |= fences.options_of(driver.active.get_current_device())
     if not _BINDS or only_compiles or not is_compiled:
-        if watch is not None:
-            watch.launches.append(Launch(None, (*grid, 1, 1)[:3], []))
+        if record is not None:
+            record.launches.append(Launch(None, (*grid, 1, 1)[:3], []))
         return kernel.run(*args, grid=grid, warmup=only_compiles, **options)
     device = driver.active.get_current_device()
     bound, specialization, bound_options = kernel.device_caches[device][-1](*args, **options)
@@ -182,8 +182,8 @@ def launch(kernel: Any, grid: tuple[int, ...], *args: Any, **options: Any) -> An
             _compiled[key] = compiled
     else:
         _start(compiled, (*grid, 1, 1)[:3], driver.active.get_current_stream(device), bound.values())
-    if watch is not None:
-        watch.launches.append(Launch(compiled, (*grid, 1, 1)[:3], list(bound.values())))
+    if record is not None:
+        record.launches.append(Launch(compiled, (*grid, 1, 1)[:3], list(bound.values())))
     return compiled
 
 
@@ -208,23 +208,23 @@ def repeat(launches: Iterable[tuple[Launch, list[tuple[int, int]]]], slots: list
 
 
 @contextmanager
-def record_launches() -> Iterator[Watch]:
+def record_launches() -> Iterator[LaunchRecord]:
     """Record launches, allocations and views of this thread inside the `with` block."""
-    before, _watching.watch = _watching.watch, Watch()
+    before, _thread.record = _thread.record, LaunchRecord()
     try:
-        yield _watching.watch
+        yield _thread.record
     finally:
-        _watching.watch = before
+        _thread.record = before
 
 
 @contextmanager
 def only_compiled() -> Iterator[None]:
     """Compile kernels of this thread inside the `with` block and do not start them; their results are zeros."""
-    _watching.only_compiles = True
+    _thread.only_compiles = True
     try:
         yield
     finally:
-        _watching.only_compiles = False
+        _thread.only_compiles = False
 
 
 def noted(x: Tensor) -> Tensor:
@@ -232,14 +232,14 @@ def noted(x: Tensor) -> Tensor:
 
     Only launches may write to x. A launcher that uses a tensor that is not noted has no plan.
     """
-    if _watching.watch is not None:
-        _watching.watch.allocated.append(x)
-    return x.zero_() if _watching.only_compiles else x
+    if _thread.record is not None:
+        _thread.record.allocated.append(x)
+    return x.zero_() if _thread.only_compiles else x
 
 
 def as_bytes(x: Tensor) -> Tensor:
     """View bool as uint8, which kernels can load."""
     view = x.view(torch.uint8)
-    if _watching.watch is not None:
-        _watching.watch.aliases.append((view, x))  # a launch takes the address alone
+    if _thread.record is not None:
+        _thread.record.aliases.append((view, x))  # a launch takes the address alone
     return view

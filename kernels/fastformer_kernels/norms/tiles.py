@@ -52,12 +52,12 @@ def wide_tile() -> dict[str, int]:
 def backward_tile(x: Tensor, bytes_a_column: int, elements: int = 16) -> tuple[tuple[int, int], dict[str, int]]:
     """Choose the grid and the tile of a backward kernel for x `[M, N]`.
 
-    Tiles are as in `forward_tile`; a wide row is cut into ranges of columns, one per program. As many programs
-    walk over all tiles as run at once: 16 warps a multiprocessor, at 128 registers a thread. If rows are not aligned,
-    threads take more registers, and 8 warps run. For sm_100 Triton 3.9 needs more, too: a thread holds half as much.
-    Loads run up to two tiles ahead: 64 KB of half precision at 16 elements a thread. More and smaller
-    programs would cost more than they hide, since each leaves a row of partial sums: for 4096 rows of 512 these are a
-    quarter of all bytes already. On an H200 other tiles were at most 3 % faster from 768 columns on.
+    A tile is whole rows, `elements` for each thread; a wide row is cut into ranges of columns, one per program. As many
+    programs walk over all tiles as run at once: 16 warps a multiprocessor, at 128 registers a thread. If rows are not
+    aligned, threads take more registers, and 8 warps run. For sm_100 Triton 3.9 needs more, too: a thread holds 8
+    elements. Loads run up to two tiles ahead: 64 KB of half precision at 16 elements a thread. More and smaller
+    programs would write more rows of partial sums: for 4096 rows of 512 these are a quarter of all bytes already. On an
+    H200 other tiles were at most 3 % faster from 768 columns on.
 
     Args:
         x: states M, N and the device.

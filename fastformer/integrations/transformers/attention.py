@@ -242,7 +242,7 @@ def attention_forward(
         bias = None if position_bias is None or position_bias.numel() == 1 else position_bias
         if needs_weights or (bias is not None and (bias.dim() > 2 or rules.layout.has_gaps)):
             raise NotPacked("it uses attention weights, a bias of all pairs, or one that counts padding between tokens")
-        if rules.key_layout is rules.layout:  # which the op would find out in 8 us
+        if rules.key_layout is rules.layout:  # the op would need 8 us to find that
             settings["alignment"] = "top_left"
         q, k, v = (x.transpose(1, 2).flatten(0, 1) for x in (query, key, value))  # [N, H, K]
         out = functional.packed_attention(q, k, v, rules.layout, rules.key_layout, distance_bias=bias, **settings)
@@ -299,7 +299,7 @@ def embed_positions(module: Any, inner: Any, names: tuple[str, ...], /, *args: A
 
 
 def t5_attention(attention: Any, inner: Any, names: tuple[str, ...], /, *args: Any, **kwargs: Any) -> Any:
-    """Run T5's attention with a bias by distance `[H, 2 P - 1]` where tokens are packed; zeros to an encoder."""
+    """Run T5's attention with a bias by distance `[H, 2 P - 1]` where tokens are packed, or 0 if it has no bias."""
     rules = kwargs.get("mask")
     if isinstance(rules, MaskRules) and rules.layout is not None and kwargs.get("position_bias") is None:
         if attention.has_relative_attention_bias:

@@ -61,7 +61,7 @@ def current(variable: CompileableContextVar = _running) -> Any:
 
 
 def install(module: Any, wrapper: Any, method: str = "forward") -> None:
-    """Wrap a module's method by a wrapper of this package, unless it is wrapped."""
+    """Wrap a module's method by a wrapper of this package, unless one already wraps it."""
     if not is_installed(module, method):
         inner = getattr(module, method)
         module.__dict__[method] = update_wrapper(partial(wrapper, module, inner, parameters(module)), inner)
@@ -254,8 +254,8 @@ def _run(model: Any, inner: Any, names: tuple[str, ...], batch: Packed) -> Any:
         row["encoder_attention_mask"] = rows.origin.new_ones(1, batch.memory.total)
     cache = _cache_to_fill(model, arguments, names)
     if cache is not None:
-        both = isinstance(cache, EncoderDecoderCache)
-        row["past_key_values"] = EncoderDecoderCache(DynamicCache(), DynamicCache()) if both else DynamicCache()
+        has_memory = isinstance(cache, EncoderDecoderCache)
+        row["past_key_values"] = EncoderDecoderCache(DynamicCache(), DynamicCache()) if has_memory else DynamicCache()
     as_tuple = arguments.get("return_dict", getattr(model.config, "return_dict", True)) is False
     if as_tuple:
         row["return_dict"] = True

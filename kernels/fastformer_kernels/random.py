@@ -5,9 +5,7 @@ seed, the row and the matrix; each element mixes its column into the key with tw
 upper 16 bits with a threshold. So the keep probability is quantised to 1/65536. The scale is the inverse of the
 quantised value, which keeps the expectation unchanged (`host.launch.threshold_and_scale`).
 
-Philox for every element, with eight numbers from one call, takes about as many instructions. But the numbers must be
-reordered through shared memory: compiled for sm_90, this serialised the wgmma instructions around it and took 40 to 60
-registers (attention backward, head size 64). The mixing stays within a thread.
+The mixing stays within a thread; docs/kernels/shared.md compares it with Philox for every element.
 """
 
 import triton

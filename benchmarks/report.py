@@ -38,8 +38,8 @@ _DIGITS = 5  # significant ones that are kept, so that machines that differ in t
 _DIGEST = "Source"  # one of the names of texts that PNG defines
 _RATIO = (
     "Ratio = the competitor's time / fastformer's (of tokens/s the inverse): above 1 fastformer is faster. On a GPU, "
-    "means and goals take the ratio of CUDA graphs where both sides were captured; else a time includes waiting for the "
-    "host."
+    "means and goals take the ratio of CUDA graphs where both sides were captured; else a time includes waiting for "
+    "the host."
 )
 _MEMORY = "Memory is fastformer's / the competitor's: below 1 fastformer's is smaller."
 # Benchmark and competitor of the README's summary, in order: what users decide by. RESULTS.md has them all.

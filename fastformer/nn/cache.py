@@ -234,7 +234,7 @@ class KVCache:
             new_lengths = lengths_of("lengths", lengths)
         read = self.lengths.cpu()
         if new_lengths.shape != read.shape or bool(((new_lengths > read) | (new_lengths < 0)).any()):
-            raise ValueError(f"lengths must be from 0 to {read.tolist()}, of each row, not {new_lengths.tolist()}")
+            raise ValueError(f"lengths must be from 0 to the cache's, {read.tolist()}, not {new_lengths.tolist()}")
         if bool((new_lengths < read).any()):
             # Zeros, because a weight of 0 does not hide NaN.
             first, last = int(new_lengths[new_lengths < read].min()), int(read.max())
@@ -253,8 +253,8 @@ class StaticKVCache(KVCache):
     """Keys and values for R rows of at most `capacity` tokens.
 
     A CUDA graph can capture a step of one token a row, but no other step, nor `reorder`, `keep`, `crop` and `grow`;
-    `keep` and `grow` replace the tensors. Attention gets the lengths as a tensor on the device, which replayed graphs
-    update. The kernels skip unfilled positions; plain PyTorch computes them, so this costs more than `KVCache`.
+    `keep` and `grow` replace the tensors. `lengths` is on the device: attention reads it, and replayed graphs
+    update it. The kernels skip unfilled positions; plain PyTorch computes them, so this costs more than `KVCache`.
     """
 
     @torch.inference_mode(False)

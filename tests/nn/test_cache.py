@@ -292,7 +292,7 @@ WRONG: list[tuple[str, Callable[[Any, KVCache], object]]] = [
     (r"rows must be of shape \[2\], not \[1\]", lambda s, c: c.reorder(torch.tensor([0]))),
     ("rows must be below 2, not 2", lambda s, c: c.reorder(torch.tensor([0, 2]))),
     ("sentences must not be negative: -1", lambda s, c: c.keep(torch.tensor([-1]))),
-    (r"lengths must be from 0 to \[0, 0\], of each row, not \[1, 0\]", lambda s, c: c.crop(torch.tensor([1, 0]))),
+    (r"lengths must be from 0 to the cache's, \[0, 0\], not \[1, 0\]", lambda s, c: c.crop(torch.tensor([1, 0]))),
     (
         "the cache is of another stack: it has 2 layers",
         lambda s, c: (setattr(s, "layers", s.layers[:1]), s.step(zeros(2, 1), c)),

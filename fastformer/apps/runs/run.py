@@ -5,7 +5,7 @@ import importlib.util
 import json
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, ClassVar, Self
@@ -33,6 +33,7 @@ from fastformer.apps.train import (
     TrainConfig,
     Trainer,
     Validation,
+    read_metrics,
 )
 from fastformer.apps.train.config import check_machine
 from fastformer.settings import check_value
@@ -289,9 +290,11 @@ class Run(ABC):
 
             def lock_and_check() -> None:
                 stack.enter_context(locked(self.folder))
-                if resume:  # before a model is allocated
+                if resume:  # before a model is allocated and changed settings are saved
                     last = CheckpointFolder(self.folder / "checkpoints").open()
                     last.check_architecture(self.model_config, self.model_config.matrix_numbers)
+                    with suppress(FileNotFoundError):
+                        read_metrics(self.folder)
 
             Processes.current().on_main(lock_and_check)
             torch.manual_seed(self.train_config.seed)

@@ -336,7 +336,7 @@ def unpack(tokens: Tensor, layout: Layout, batch_first: bool = True) -> Tensor:
     B, L = layout.batch, layout.columns
     if layout.total == B * L and not compiling():
         padded = tokens.reshape(B, L, *tokens.shape[1:])
-        return padded if batch_first else padded.transpose(0, 1)
+        return padded if batch_first else padded.transpose(0, 1).contiguous()
     flat = _padded_rows(layout, batch_first).spread(tokens)
     return flat.view(*((B, L) if batch_first else (L, B)), *tokens.shape[1:])
 

@@ -70,6 +70,7 @@ def test_a_layout_says_where_each_token_lies_and_packing_moves_each_once(name, b
     tokens = pack(padded if batch_first else padded.transpose(0, 1), layout, batch_first)
     assert_close(tokens, torch.stack([padded[b, t] for b, t in where]) if where else padded.new_zeros(0, 2))
     again = unpack(tokens, layout, batch_first)
+    assert again.is_contiguous()
     again = again if batch_first else again.transpose(0, 1)
     assert_same(again, padded.masked_fill(padding[:, :, None], 0.0), [padded])
     compact = unpack(tokens, same)

@@ -68,6 +68,8 @@ def check(model, torchs, inputs, padding=None, **arguments):
     padding: `[B, T]` of the output, in its layout: rows that a stack of fastformer sets to 0.
     """
     out, expected = model(*inputs, **arguments), torchs(*inputs, **arguments)
+    if isinstance(expected, Tensor) and expected.is_contiguous():  # callers may view it
+        assert out.is_contiguous()
     if padding is not None:
         assert not out[padding].any()
         expected = expected.masked_fill(padding[..., None], 0.0)

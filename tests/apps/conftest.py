@@ -5,7 +5,12 @@ from pathlib import Path
 import pytest
 import torch
 
+from fastformer.apps.classification import ClassifierConfig, SequenceClassifier
+from fastformer.apps.language import LanguageConfig, LanguageModel
 from fastformer.apps.models import decoding
+from fastformer.apps.text import WordTokenizer
+from fastformer.apps.translation import TranslationConfig, TranslationModel
+from tests.support.command_line import save_run
 from tests.support.recorded_steps import TapeRecorder, taped
 
 LINES = [" ".join(f"w{(i * k) % 7}" for k in range(1, 2 + i % 5)) for i in range(40)]
@@ -14,13 +19,6 @@ LINES = [" ".join(f"w{(i * k) % 7}" for k in range(1, 2 + i % 5)) for i in range
 @pytest.fixture(scope="session")
 def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Return a folder with a run of each kind with random weights, named by its kind, and a file of `lines`."""
-    pytest.importorskip("typer", reason="the command line needs the extra `apps`")
-    from fastformer.apps.classification import ClassifierConfig, SequenceClassifier
-    from fastformer.apps.language import LanguageConfig, LanguageModel
-    from fastformer.apps.text import WordTokenizer
-    from fastformer.apps.translation import TranslationConfig, TranslationModel
-    from tests.support.command_line import save_run
-
     folder = tmp_path_factory.mktemp("runs")
     tokenizer = WordTokenizer.from_lines(LINES, splitting="whitespace")
     sizes = {"d_model": 8, "heads": 2, "feed_forward": 8}

@@ -12,11 +12,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-
-pytest.importorskip("pydantic", reason="the applications need the extra `apps`")
+import typer
 
 from fastformer.apps.classification.model import ClassifierConfig
 from fastformer.apps.classification.run import APPLICATION as CLASSIFICATION
+from fastformer.apps.cli import app
 from fastformer.apps.language.run import APPLICATION as LANGUAGE
 from fastformer.apps.language.sampling import SamplingOptions
 from fastformer.apps.runs.application import REMOVED, Application
@@ -181,9 +181,6 @@ COMMANDS: dict[str, tuple[type[Settings], ...]] = {
 
 @pytest.mark.parametrize("name", COMMANDS)
 def test_every_setting_that_is_a_users_is_a_flag_that_tells_default_and_range(name: str) -> None:
-    typer = pytest.importorskip("typer", reason="the command line needs the extra `apps`")
-    from fastformer.apps.cli import app
-
     command = typer.main.get_command(app)
     for part in name.split():
         command = command.commands[part]

@@ -7,10 +7,6 @@ import tomllib
 from unittest import mock
 
 import pytest
-
-for needed in ("sacrebleu", "safetensors", "typer"):
-    pytest.importorskip(needed, reason="training needs the extra `apps`")
-
 import torch
 from torch import nn
 

@@ -14,9 +14,6 @@ from random import Random
 from typing import Any
 
 import pytest
-
-pytest.importorskip("typer", reason="the command line needs the extra `apps`")
-
 import torch
 import typer.main
 

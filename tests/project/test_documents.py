@@ -16,15 +16,12 @@ from pathlib import Path
 
 import pytest
 
-from tests.project.documents import DOCUMENTS, ROOT, Block, anchors, blocks, commands, links
-
-pytest.importorskip("typer", reason="the command line needs the extra `apps`")
-
 from benchmarks.report import BEGIN, END
 from fastformer.apps.language import run as language_run
 from fastformer.apps.text import datasets, docstring_corpora, number_corpus, write_lines
 from tests.apps.cli.test_cli import TRAIN as TRAIN_TRANSLATION
 from tests.apps.pretrained.tiny_models import write_marian_folder
+from tests.project.documents import DOCUMENTS, ROOT, Block, anchors, blocks, commands, links
 from tests.support.command_line import fastformer
 from tests.support.python import python
 
@@ -156,7 +153,7 @@ def run_command(command: list[str], folder: Path) -> None:
         program, arguments = parsed.training_script, parsed.training_script_args
     match program, arguments:
         case "fastformer", ["demo"]:
-            pass  # takes minutes: tests/apps/translation/test_demo.py
+            pass  # takes minutes: tests/apps/translation/test_translation.py
         case "fastformer", ["serve", *options]:  # until it is interrupted
             check_options(options, succeed(["serve", "--help"], folder))
         case "fastformer", ["train", *_]:

@@ -9,8 +9,6 @@ from typing import Any
 
 import pytest
 
-pytest.importorskip("typer", reason="the command line needs the extra `apps`")
-
 from fastformer.apps.cli import main
 from fastformer.apps.cli.console import console
 from fastformer.apps.runs.application import application_for

@@ -1,5 +1,6 @@
-"""The command line as a person uses it, with real files, right and wrong input."""
+"""The command line as a user calls it: training, evaluation, figures, comparisons; real files, and wrong input."""
 
+import json
 import math
 import re
 import sys
@@ -7,11 +8,10 @@ import tomllib
 from itertools import takewhile
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
-
-pytest.importorskip("typer", reason="the command line needs the extra `apps`")
 
 import fastformer as fastformer_package
 from fastformer import functional
@@ -204,3 +204,78 @@ def test_a_broken_stream_ends_the_output_and_no_run(
     monkeypatch.setattr(sys, "stderr", stream)
     assert trainer(tmp_path, config(), show=True).fit().reason == "steps"
     assert stream.asked == 4
+
+
+def record_line(kind: str, step: int, **values: Any) -> str:
+    return json.dumps({"kind": kind, "step": step, "epoch": 1, "seconds": step / 2, **values}) + "\n"
+
+
+RECORDS = "".join(
+    [
+        record_line("validation", 1, loss=float("nan"), perplexity=float("nan"), bleu=float("nan")),
+        record_line("train", 1, loss=9.0),
+        record_line("validation", 2, loss=3.0, perplexity=20.0, bleu=11.0, bleu_signature="tok:13a"),
+        record_line("validation", 4, loss=2.0, perplexity=7.4, bleu=10.0, bleu_signature="tok:zh"),
+        record_line("validation", 6, loss=2.0, perplexity=7.4, bleu=9.0),
+        record_line("train", 7, loss=1.0),
+    ]
+)
+BEST = {"loss": "4", "perplexity": "4", "bleu": "2", "exact": "6", "begun": "–"}
+
+
+@pytest.fixture
+def measured_runs(tmp_path: Path) -> Path:
+    """A measured_runs with a run for each metric of `BEST`; `begun` has no records."""
+    for name in BEST:
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "config.toml").write_text(f"[train]\nmetric = '{name}'\nlr = 0.5\n")
+        if name != "begun":
+            (tmp_path / name / "metrics.jsonl").write_text(RECORDS)
+            data = {"fingerprint": name, "validation": "equal", "training": name}
+            (tmp_path / name / "data.json").write_text(json.dumps(data))
+    return tmp_path
+
+
+def test_compare_prints_the_best_validation_by_the_metric_of_each_run_and_the_settings_that_differ(
+    measured_runs: Path,
+) -> None:
+    """Lower is better for losses only; the last validation is shown if none has the metric."""
+    done = fastformer("compare", *BEST, cwd=measured_runs)
+    assert done.returncode == 0, done.stderr
+    *printed, remark = done.stdout.splitlines()
+    assert remark == "The runs differ in text or tokens: their losses and perplexities do not compare."
+    names, *lines = [line.strip().rsplit(maxsplit=len(BEST)) for line in printed]
+    assert names == list(BEST)
+    rows = {name: values for name, *values in lines}
+    assert rows["best validation at step"] == [*BEST.values()]
+    assert rows["steps"] == ["7", "7", "7", "7", "–"]
+    assert rows["bleu_signature"] == ["tok:zh", "tok:zh", "tok:13a", "–", "–"]
+    assert rows["train.metric"] == names
+    assert rows["text.fingerprint"] == [name[:8] for name in names[:-1]] + ["–"]
+    assert not {"train.lr", "text.training"} & rows.keys()
+
+
+@pytest.mark.parametrize(
+    ("options", "begin"),
+    [
+        ("--run translation --source w1 --kind encoder --layer 1 --head 2", "w1 -> "),
+        ("--run translation --source w1 --layer all --head mean --target w2", "w1 -> w2"),
+        ("--run language --text w1 --layer all", "wrote "),
+        ("--run classification --text w1 --head mean", ""),
+    ],
+)
+def test_plot_attention_writes_a_picture(runs: Path, tmp_path: Path, options: str, begin: str) -> None:
+    done = fastformer("plot", "attention", *options.split(), "--output", str(tmp_path / "new" / "a.png"), cwd=runs)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith(begin)
+    assert done.stdout.endswith(f"wrote {tmp_path / 'new' / 'a.png'}\n")
+    assert (tmp_path / "new" / "a.png").read_bytes().startswith(b"\x89PNG\r\n")
+
+
+@pytest.mark.parametrize(
+    ("command", "name"), [("history loss begun bleu", "p.png"), ("positions --d-model 7 --length 5", "p.PNG")]
+)
+def test_figures_are_png_files(measured_runs: Path, command: str, name: str) -> None:
+    done = fastformer("plot", *command.split(), "--output", name, cwd=measured_runs)
+    assert done.returncode == 0, done.stderr
+    assert (measured_runs / name).read_bytes().startswith(b"\x89PNG")

@@ -7,8 +7,6 @@ from typing import Any
 
 import pytest
 
-pytest.importorskip("typer", reason="the command line needs the extra `apps`")
-
 import fastformer as package
 from fastformer.apps.classification import run as classification
 from fastformer.apps.language import LanguageTrainConfig

@@ -9,9 +9,6 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-pytest.importorskip("safetensors", reason="checkpoints need the extra `apps`")
-pytest.importorskip("tomli_w", reason="run folders need the extra `apps`")
-
 from fastformer.apps.language.model import CLASSICAL, LanguageConfig, LanguageModel
 from fastformer.apps.language.run import APPLICATION as LANGUAGE
 from fastformer.apps.language.run import (

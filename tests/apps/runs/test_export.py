@@ -90,7 +90,7 @@ def exact(values: Tensor) -> dict:
 
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_ctranslate2_translates_and_scores_the_same(tmp_path, variant):
-    """tests/apps/translation/test_demo.py compares the beam search, on a model that has learned something."""
+    """tests/apps/translation/test_translation.py compares the beam search, on a model that has learned something."""
     ctranslate2 = pytest.importorskip("ctranslate2")
     model = translation_model(**VARIANTS[variant])
     source, target = TOKENIZERS

@@ -7,6 +7,7 @@ import re
 from dataclasses import replace
 
 import pytest
+import sacrebleu
 import torch
 import torch.nn.functional as F
 
@@ -296,7 +297,6 @@ def aligned_score(translation, reference):
 
 def test_bleu_is_sacrebleu_of_decoded_text():
     """A right translation shifted by a word scores high and a truncated one low; aligned characters say the reverse."""
-    sacrebleu = pytest.importorskip("sacrebleu")
     reference = "The two men in red shirts are waiting at the corner of a busy street for the bus to come ."
     shifted, truncated = f"So {reference}", " ".join(reference.split()[:8])
     assert aligned_score(shifted, reference) < 20

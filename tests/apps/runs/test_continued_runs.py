@@ -1,20 +1,112 @@
-"""`--from` takes a run or an exported model of the same kind; `--checkpoint a,b` averages weights."""
+"""Runs that begin with another run or go on: what they take over, what may change, and what is refused."""
 
 import shutil
+import tomllib
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
-
-pytest.importorskip("typer", reason="the command line needs the extra `apps`")
 
 from fastformer.apps.export import export_safetensors
 from fastformer.apps.runs.application import application_of
 from fastformer.apps.runs.folder import RunConfig, read_run_section, save_toml
 from fastformer.apps.train import CheckpointFolder
+from tests.apps.cli.test_cli import TRAIN as TRAIN_TRANSLATION
 from tests.apps.conftest import LINES
-from tests.support.command_line import fastformer
+from tests.support.command_line import Done, fastformer
 
-SMALL = "--steps 1 --warmup-steps 0 --lr 1e-30 --device cpu --threads 1"  # the weights stay
+
+@pytest.fixture(scope="module")
+def short_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a translation run of 4 steps."""
+    folder = tmp_path_factory.mktemp("resumed")
+    done = fastformer(*TRAIN_TRANSLATION.split(), "--run", "run", cwd=folder)
+    assert done.returncode == 0, done.stderr
+    return folder
+
+
+def resume(short_run: Path, options: str = "") -> Done:
+    return fastformer(*f"train --run run --resume --device cpu {options}".split(), cwd=short_run)
+
+
+def saved(short_run: Path) -> dict[str, Any]:
+    return tomllib.loads((short_run / "run" / "config.toml").read_text())["train"]
+
+
+def test_a_resumed_run_saves_the_settings_that_it_has_now(short_run: Path) -> None:
+    before = saved(short_run)
+    done = resume(short_run, "--steps 6 --lr 0.002 --keep 2 --precision bf16 --no-tensorboard")
+    assert done.returncode == 0, done.stderr
+    assert saved(short_run) == {**before, "steps": 6, "lr": 0.002, "keep": 2, "precision": "bf16"}
+    assert "ended after 6 steps" in resume(short_run).stdout
+    resume(short_run, "--lr 0.1")  # trains nothing
+    assert saved(short_run)["lr"] == 0.002
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ("--schedule cosine", "schedule cannot change when a run goes on: it is 'linear', not 'cosine'"),
+        ("--batch-sentences 4", "batch_sentences cannot change when a run goes on: it is None, not 4"),
+        ("--momentum 0.5", "momentum has an effect only with optimizer=sgd, not with optimizer=adamw"),
+        ("--steps 0", "steps must be at least 1, not 0"),
+    ],
+)
+def test_what_a_run_keeps_is_refused_by_name_and_nothing_is_written(
+    short_run: Path, changes: str, message: str
+) -> None:
+    files = [path for path in (short_run / "run").rglob("*") if path.name != ".lock"]
+    before = {path: path.stat().st_mtime_ns for path in files}
+    done = resume(short_run, f"--minutes 9 {changes}")
+    assert (done.returncode, done.stdout) == (2, "")
+    assert message in done.stderr
+    assert {path: path.stat().st_mtime_ns for path in files} == before
+
+
+def test_a_resumed_run_whose_checkpoint_is_damaged_keeps_its_settings(short_run: Path) -> None:
+    before = (short_run / "run" / "config.toml").read_bytes()
+    weights = {path: path.read_bytes() for path in (short_run / "run" / "checkpoints").rglob("model.safetensors")}
+    try:
+        for path in weights:
+            path.write_bytes(weights[path][:-3])
+        done = resume(short_run, "--steps 70")
+    finally:
+        for path, content in weights.items():
+            path.write_bytes(content)
+    assert done.returncode == 2
+    assert (short_run / "run" / "config.toml").read_bytes() == before
+
+
+LABELLED = [
+    f"{label}\tthe {word} is {verb}" for label, word in (("a", "cat"), ("b", "oak")) for verb in ("old", "here")
+]
+SMALL_SIZES = "--d-model 8 --heads 2 --feed-forward 8 --tokenizer words --warmup-steps 1 --validate-every 1"
+PAIRS = " ".join(f"--{part}-{side} {part}" for part in ("train", "valid", "test") for side in ("source", "target"))
+TEXTS = "--train-text train --valid-text valid --test-text test --layers 1"
+RESUMED_COMMANDS = {
+    "train": f"{PAIRS} --bleu-sentences 0 --encoder-layers 1 --decoder-layers 1",
+    "train lm": f"{TEXTS} --context 8",
+    "train classify": TEXTS,
+}
+
+
+@pytest.mark.parametrize("command", RESUMED_COMMANDS)
+def test_the_best_so_far_is_of_the_same_validation_text(command: str, tmp_path: Path) -> None:
+    def train(options: str) -> Done:
+        return fastformer(*f"{command} --run run --device cpu {options}".split(), cwd=tmp_path)
+
+    for name in ("train", "valid", "test"):
+        (tmp_path / name).write_text("\n".join(LABELLED) + "\n")
+    assert train(f"{RESUMED_COMMANDS[command]} {SMALL_SIZES} --steps 1").returncode == 0
+    assert train("--resume --steps 2").returncode == 0
+    for old, new in (("cat", "dog"), ("a\t", "b\t")):  # another text, and another label
+        (tmp_path / "valid").write_text("\n".join([LABELLED[0].replace(old, new), *LABELLED[1:]]) + "\n")
+        done = train("--resume --steps 3")
+        assert done.stderr == "error: run: the validation data differs from what this run was started with\n"
+
+
+SMALL = "--steps 1 --warmup-steps 0 --lr 1e-30 --device cpu --threads 1"  # the weights_of stay
 COMMANDS = {
     "translation": "train --train-source lines --train-target lines --valid-size 4 --test-size 4 --bleu-sentences 0",
     "language": "train lm --train-text lines --held-out 0.2",
@@ -29,7 +121,7 @@ def folder(runs, tmp_path):
     return tmp_path
 
 
-def weights(application, folder, checkpoint="last"):
+def weights_of(application, folder, checkpoint="last"):
     return application.load_weights(folder, checkpoint).state_dict()
 
 
@@ -43,8 +135,8 @@ def test_a_run_begins_with_the_weights_tokenizers_and_lengths_of_another(runs, f
         export_safetensors(origin, model, tokenizers, application.settings_of_text(data))
     done = fastformer(*COMMANDS[kind].split(), *SMALL.split(), "--from", str(origin), "--run", "new", cwd=folder)
     assert done.returncode == 0, done.stderr
-    before = weights(application, runs / kind)
-    for name, after in weights(application, folder / "new").items():
+    before = weights_of(application, runs / kind)
+    for name, after in weights_of(application, folder / "new").items():
         torch.testing.assert_close(after, before[name], rtol=0, atol=1e-20)
     assert read_run_section(folder / "new" / "config.toml").origin == str(origin)
     data = application.read_config(folder / "new")["data"]
@@ -75,11 +167,11 @@ def test_what_a_run_cannot_begin_with_is_one_line(runs, folder, origin, options,
 
 def test_the_mean_of_chosen_checkpoints(runs, folder):
     application, run = application_of("language"), shutil.copytree(runs / "language", folder / "language")
-    first = weights(application, run)
+    first = weights_of(application, run)
     config = application.load_weights(run, "last").config
     checkpoints = CheckpointFolder(run / "checkpoints")
     checkpoints.save(2, {name: 3 * x for name, x in first.items()}, {}, config)
-    mean = weights(application, run, "step-1,step-2")
+    mean = weights_of(application, run, "step-1,step-2")
     for name, x in first.items():
         torch.testing.assert_close(mean[name], 2 * x)
     done = fastformer("generate", "--run", str(run), "--checkpoint", "step-1,step-9", "w1", cwd=folder)

@@ -1,18 +1,27 @@
-"""Figures: what is drawn is what was given, labelled, without overlap, and without pyplot's global state."""
+"""Figures show what was given, labelled and without overlap, and attention maps are the weights of torch's layers."""
 
 import itertools
+from pathlib import Path
 
 import pytest
 import torch
-
-pytest.importorskip("matplotlib", reason="plots need matplotlib")
-
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.text import Text
 
+from fastformer.apps.classification.model import SequenceClassifier, TokenClassifier
+from fastformer.apps.language.sampling import TextGenerator
 from fastformer.apps.plots import figure as figure_module
 from fastformer.apps.plots import plot_attention, plot_history, plot_positions
+from fastformer.apps.plots.attention_maps import attend_ids
+from fastformer.apps.text import WordTokenizer
+from fastformer.apps.translation.run import load_translator
+from fastformer.apps.translation.search import SearchOptions
+from fastformer.apps.translation.translator import attend
+from tests.support import single_stack, translation_task
+from tests.support.language_task import random_model
 from tests.support.python import python
+from tests.support.single_stack import TorchTwin
+from tests.support.translation_task import weights_of
 
 TRAIN = [{"kind": "train", "step": step, "epoch": 1, "seconds": 1.0, "loss": 5.0 / step, "lr": 0.1} for step in (1, 2)]
 VALIDATION = [
@@ -155,3 +164,92 @@ def test_figures_leave_pyplot_alone_and_importing_draws_nothing(tmp_path):
     assert (tmp_path / "deep" / "figure.png").read_bytes().startswith(b"\x89PNG\r\n")
     with pytest.raises(ValueError, match=r"must end in \.png"):
         figure_module.save(None, tmp_path / "figure.pdf")
+
+
+VARIANTS = {
+    "pre-norm": {},
+    "post-norm": {"norm_first": False, "final_norm": False},
+    "learned": {"positions": "learned", "max_positions": 8},
+}
+IDS = [2, 5, 9, 16, 5]
+TOKENS = ["<bos>", "the", "cat", "sat", "the"]
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("kind", [None, TokenClassifier, SequenceClassifier], ids=str)
+def test_attention_maps_of_language_models_and_classifiers_are_those_of_torchs_layers(variant, kind):
+    options = VARIANTS[variant]
+    model = single_stack.random_model(kind, 3, **options) if kind else random_model(3, **options)
+    twin = TorchTwin(model.config, *[kind] * (kind is not None)).copy(model)
+    maps = attend_ids(model, IDS, TOKENS)
+    expected = torch.stack(weights_of(twin, torch.tensor([IDS]), torch.tensor([len(IDS)])))
+    torch.testing.assert_close(maps.weights, expected, atol=1e-5, rtol=1e-5)
+    assert not maps.weights.requires_grad
+
+
+def words(context: int = 8, first_id: int | None = None) -> TextGenerator:
+    tokenizer = WordTokenizer.from_lines(["the cat sat on a mat"])
+    return TextGenerator(random_model(1, vocabulary=tokenizer.size), tokenizer, context, first_id=first_id)
+
+
+def test_a_text_is_read_as_a_prompt_is():
+    generator = words()
+    generator.model.train()
+    generator.model.decoder.layers[0].dropout1.p = 0.9
+    maps = generator.attend("the cat\nsat")
+    assert maps.keys == maps.queries == ["<bos>", "the", "cat", "<eos>", "sat"]
+    [ids] = generator.encode(["the cat\nsat"])
+    assert torch.equal(maps.weights, generator.model.attention_maps(torch.tensor(ids)))
+    assert generator.attend("").keys == ["<bos>"]
+    assert words(first_id=3).attend("on").keys == ["<eos>", "on"]
+    assert words(context=3).attend("the cat sat on a mat").keys == ["on", "a", "mat"]
+
+
+def test_the_figure_of_attention_maps_has_the_chosen_layers_and_heads():
+    maps = words().attend("the cat sat")
+    for choice, expected, title in (
+        ((), list(maps.weights[1]), "attention, layer 2: the cat sat"),
+        ((1, 3), [maps.weights[0, 2]], "attention, layer 1, head 3: the cat sat"),
+        (("all", "mean"), list(maps.weights.mean(1)), "attention, all layers, mean of 3 heads: the cat sat"),
+    ):
+        figure = maps.figure(*choice)
+        assert all(torch.equal(one, other) for one, other in zip(images_of(figure), expected, strict=True))
+        assert figure.get_suptitle().replace("\n", " ") == title
+        assert (figure.get_supxlabel(), figure.get_supylabel()) == ("token looked at", "token")
+    assert [axes.get_title() for axes in figure.axes if axes.get_images()] == ["layer 1", "layer 2"]
+    assert [label.get_text() for label in figure.axes[0].get_yticklabels()] == ["<bos>", "the", "cat", "sat"]
+    title = attend_ids(random_model(0), IDS, TOKENS).figure(1, 1).get_suptitle()
+    assert title.replace("\n", " ") == "attention, layer 1, head 1: <bos> the cat sat the"
+    with pytest.raises(ValueError, match="layer must be 1 to 2 or all, not 3"):
+        maps.figure(3)
+
+
+def test_the_maps_of_a_sentence_carry_its_tokens_and_its_weights(runs: Path) -> None:
+    translator = load_translator(runs / "translation")
+    actual = attend(translator, "w1 w2")
+    assert actual.target == translator.translate(["w1 w2"], SearchOptions())[0]
+    source, target = translator.source_tokenizer, translator.target_tokenizer
+    ids = [*source.encode("w1 w2"), source.eos_id]
+    cross, decoder = actual.maps["cross"], actual.maps["decoder"]
+    assert cross.keys == actual.maps["encoder"].queries == source.pieces(ids)
+    assert (cross.keys[-1], decoder.keys[0], decoder.queries[-1]) == ("<eos>", "<bos>", "<eos>")
+    assert decoder.keys[1:] == decoder.queries[:-1] == cross.queries[:-1]
+    attended = attend(translator, "w1 w2", "w3 w4 w5")
+    assert attended.maps["cross"].queries == ["w3", "w4", "w5", "<eos>"]
+    read = torch.tensor([target.bos_id, *target.encode("w3 w4 w5")])
+    expected = translator.model.attention_maps(torch.tensor(ids), read)
+    assert all(torch.equal(attended.maps[kind].weights, expected[kind]) for kind in ("encoder", "decoder", "cross"))
+    assert attend(translator, "w1", "").maps["cross"].queries == ["<eos>"]
+
+
+def test_wrong_arguments_of_attention_maps():
+    model, pairs, ids = random_model(0), translation_task.random_model(0), torch.tensor(IDS)
+    with pytest.raises(ValueError, match=r"ids must be \[T\], one sequence, not \[1, 5\]"):
+        model.attention_maps(ids[None])
+    with pytest.raises(ValueError, match=r"target_in must be \[T\], one sequence, not \[1, 5\]"):
+        pairs.attention_maps(ids, ids[None])
+    with pytest.raises(ValueError, match="a sequence of 5 is longer than max_length, 2"):
+        attend_ids(random_model(0, positions="learned", max_positions=2), IDS, TOKENS)
+    for given, tokens in (([], []), ([4], []), ([4], ["a", "b"])):
+        with pytest.raises(ValueError, match=f"equally many and at least one, not {len(given)} and {len(tokens)}"):
+            attend_ids(model, given, tokens)

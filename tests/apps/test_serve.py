@@ -14,7 +14,6 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-pytest.importorskip("typer", reason="the command line needs the extra `apps`")
 uvicorn = pytest.importorskip("uvicorn", reason="serving needs the extra `serve`")
 
 from fastformer.apps.cli.commands import application_function, listen

@@ -1,11 +1,22 @@
 """What tests of the benchmarks' commands share."""
 
+import importlib.util
 import subprocess
+from pathlib import Path
 
 import pytest
 
 from benchmarks.harness.environment import COMMIT
-from tests.support.codegen import run
+from tests.support.python import ROOT, python
+
+FAULTS = ROOT / "tests" / "benchmarks"  # where the package codegen_faults is
+TRITON = importlib.util.find_spec("triton")
+needs_triton = pytest.mark.skipif(TRITON is None, reason="needs Triton")
+
+
+def run(*arguments: str, path: Path = FAULTS, **given: str) -> subprocess.CompletedProcess[str]:
+    """Run `python -m benchmarks.codegen` with the variable of the interpreter: it must compile all the same."""
+    return python("-m", "benchmarks.codegen", *arguments, paths=(path,), TRITON_INTERPRET="1", **given)
 
 
 @pytest.fixture(scope="session")

@@ -12,7 +12,7 @@ from benchmarks.codegen.budget import BUDGET, read_budget
 from benchmarks.codegen.checks.fences import unfenced
 from benchmarks.codegen.checks.layouts import replication
 from benchmarks.codegen.checks.loops import TILES, loop_figures, tile_of
-from tests.support.codegen import needs_triton, tool
+from tests.benchmarks.conftest import TRITON, needs_triton
 
 
 class Compiled(NamedTuple):
@@ -27,11 +27,12 @@ class Compiled(NamedTuple):
 def kernels(faults) -> dict[int, Compiled]:
     """The attention kernel of `codegen_faults` on sm_90, 64 rows of head size 128, by its number of warps."""
     folder = Path(faults.args[faults.args.index("--budget") + 1]).parent
+    nvdisasm = Path(TRITON.origin).parent / "backends" / "nvidia" / "bin" / "nvdisasm"
     by_warps = {}
     for cubin in folder.glob("*/attention_kernel.cubin"):
         ttgir = cubin.with_suffix(".ttgir").read_text()
         if "tensor<64x128xf32" in ttgir:  # the one that is serialised has 128 rows
-            sass = subprocess.run([tool("nvdisasm"), "-c", cubin], capture_output=True, text=True, check=True).stdout
+            sass = subprocess.run([nvdisasm, "-c", cubin], capture_output=True, text=True, check=True).stdout
             warps = json.loads(cubin.with_suffix(".json").read_text())["num_warps"]
             by_warps[warps] = Compiled(ttgir, cubin.with_suffix(".ptx").read_text(), sass)
     assert sorted(by_warps) == [4, 8]

@@ -1,14 +1,23 @@
-"""`benchmarks.lane` runs every benchmark and GPU test within its time limit, and stops after failed tests."""
+"""`benchmarks.lane` runs every benchmark and GPU test within its time limit, and stops after failed tests.
+
+The commands of benchmarks/GPU_TODO.md choose what exists, and their options are known.
+"""
 
 import re
 import sys
+from contextlib import redirect_stdout
+from functools import cache
+from importlib import import_module
+from io import StringIO
 from pathlib import Path
 
 import pytest
+from _pytest.mark.expression import Expression
 
 from benchmarks import lane
 from benchmarks.lane import ROOT, run_command
 from tests.support.processes import ends
+from tests.support.python import python
 
 SLEEP = "import time; time.sleep(60)"
 CHILD = f"import subprocess, sys; print(subprocess.Popen([sys.executable, '-S', '-c', {SLEEP!r}]).pid, flush=True)"
@@ -99,3 +108,60 @@ def test_every_test_that_needs_a_gpu_is_run(tmp_path):
 def test_bad_arguments_are_named_before_anything_runs(arguments, commit, message, refused, monkeypatch):
     monkeypatch.setenv("FASTFORMER_COMMIT", commit)
     assert message in refused(lane.main, *arguments)
+
+
+TEXT = (ROOT / "benchmarks" / "GPU_TODO.md").read_text(encoding="utf-8")
+CHOICES = re.findall(r"""\$BENCH -k (?:'([^']*)'|"([^"]*)"|(\w+))""", TEXT)
+COMMANDS = re.findall(r"`(?:\w+=\S+ |compute-sanitizer )*((?:pytest|python -m) [^`$]*)`", TEXT)
+FILES = re.findall(r"\b(?:tests|benchmarks|recipes)/[\w*./-]+", TEXT)
+
+
+@cache
+def pytest_help(folder: str) -> str:
+    ran = python("-m", "pytest", folder, "--help")
+    assert ran.returncode == 0, ran.stderr
+    return ran.stdout
+
+
+def module_help(module: str) -> str:
+    program = import_module(f"{module}.__main__" if (ROOT / module.replace(".", "/")).is_dir() else module)
+    with redirect_stdout(StringIO()) as printed, pytest.raises(SystemExit, match="0"):
+        program.main(["--help"])
+    return printed.getvalue()
+
+
+@pytest.fixture(scope="module")
+def benchmark_names():
+    ran = python("-m", "pytest", "benchmarks", "--collect-only", "-q", "-o", "addopts=")
+    assert ran.returncode == 0, ran.stdout[-3000:]
+    return [line.lower() for line in ran.stdout.splitlines() if "::" in line]
+
+
+def test_commands_of_the_gpu_todo_are_listed():
+    assert len(CHOICES) == TEXT.count("$BENCH -k") > 5
+    inline = re.findall(r"`([^`]+)`", re.sub(r"```.*?```", "", TEXT, flags=re.DOTALL))
+    assert len(COMMANDS) == sum(bool(re.search(r"\b(pytest|python -m) ", code)) for code in inline) > 5
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("choice", sorted({next(filter(None, each)) for each in CHOICES}))
+def test_a_choice_of_benchmarks_has_cases(choice, benchmark_names):
+    expression = Expression.compile(choice)
+    assert any(expression.evaluate(lambda word, name=name, **_: word.lower() in name) for name in benchmark_names)
+
+
+@pytest.mark.parametrize("pattern", sorted({each for each in FILES if "/results/" not in each}))
+def test_files_of_the_gpu_todo_exist(pattern):
+    assert [*ROOT.glob(pattern.rstrip("."))]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("command", sorted(set(COMMANDS)))
+def test_options_in_the_gpu_todo_are_known(command):
+    program, *words = command.split()
+    if program == "python":
+        help_text = module_help(words[1])
+    else:
+        help_text = pytest_help("benchmarks" if "benchmarks" in words else "tests")
+    for option in (word for word in words if word.startswith("--")):
+        assert re.search(rf"(?<![\w-]){option}(?![\w-])", help_text), option

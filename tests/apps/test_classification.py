@@ -26,7 +26,7 @@ from fastformer.apps.classification.corpus import LabelledCorpus
 from fastformer.apps.classification.run import read_labelled_corpora
 from fastformer.apps.text import WordTokenizer
 from fastformer.apps.train import CheckpointFolder, read_weights
-from tests.support.command_line import Done, fastformer
+from tests.support.command_line import Done, fastformer, succeed
 
 
 def test_a_line_is_a_label_a_tab_and_a_text(tmp_path: Path) -> None:
@@ -140,17 +140,14 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with a labelled file and a run of 30 steps in `run/`."""
     folder = tmp_path_factory.mktemp("classification")
     (folder / "text.tsv").write_text("\n".join(LINES) + "\n")
-    done = fastformer(*TRAIN.split(), "--steps", "30", "--run", "run", cwd=folder)
-    assert done.returncode == 0, done.stderr
-    assert "train: 76 texts of 3 labels\nvalid: 16 texts of 3 labels\ntest: 16 texts of 3 labels\n" in done.stdout
-    assert "vocabulary 21, classes 3" in done.stdout
+    out = succeed(*TRAIN.split(), "--steps", "30", "--run", "run", cwd=folder)
+    assert "train: 76 texts of 3 labels\nvalid: 16 texts of 3 labels\ntest: 16 texts of 3 labels\n" in out
+    assert "vocabulary 21, classes 3" in out
     return folder
 
 
 def command(folder: Path, text: str, stdin: bytes = b"") -> str:
-    done = fastformer(*text.split(), cwd=folder, stdin=stdin)
-    assert done.returncode == 0, done.stderr
-    return done.stdout
+    return succeed(*text.split(), cwd=folder, stdin=stdin)
 
 
 def test_the_run_folder_describes_itself(folder: Path) -> None:
@@ -204,8 +201,7 @@ def test_a_resumed_run_is_the_uninterrupted_one_bit_for_bit(folder: Path, tmp_pa
     (tmp_path / "text.tsv").write_text((folder / "text.tsv").read_text())
     settings = TRAIN.replace("--dropout 0 ", "--dropout 0.2 ").split()
     for name, steps in (("whole", "12"), ("parts", "7")):
-        done = fastformer(*settings, "--schedule", "constant", "--steps", steps, "--run", name, cwd=tmp_path)
-        assert done.returncode == 0, done.stderr
+        succeed(*settings, "--schedule", "constant", "--steps", steps, "--run", name, cwd=tmp_path)
     command(tmp_path, "train classify --run parts --resume --steps 12 --device cpu")
     whole, parts = (
         read_weights(CheckpointFolder(tmp_path / name / "checkpoints").last() / "model.safetensors")  # type: ignore[operator]

@@ -22,7 +22,7 @@ from fastformer.apps.text import read_lines
 from fastformer.apps.train import read_weights, write_weights
 from fastformer.apps.train.checkpoint import WEIGHTS
 from tests.fuzz.harness import TOML_VALUES, Explore, chance, changed_json, damaged, encoded, limits, text
-from tests.support.command_line import Done, fastformer
+from tests.support.command_line import Done, fastformer, succeed
 
 pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.slow]
 SHARE = 1 / 6  # of the inputs of other tests: a command takes as long as a hundred files
@@ -69,8 +69,7 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (folder / "labels.tsv").write_text("".join(f"{line.split()[1]}\t{line}\n" for line in lines * 2))
     (folder / "bad.txt").write_bytes(b"fine\n\xff\xfe\n")
     for name, command in TRAIN.items():
-        done = fastformer(*command.split(), "--steps", "2", "--run", name, cwd=folder)
-        assert done.returncode == 0, done.stderr
+        succeed(*command.split(), "--steps", "2", "--run", name, cwd=folder)
     return folder
 
 

@@ -22,7 +22,7 @@ from fastformer.apps.text import datasets, docstring_corpora, number_corpus, wri
 from tests.apps.cli.test_cli import TRAIN as TRAIN_TRANSLATION
 from tests.apps.pretrained.tiny_models import write_marian_folder
 from tests.project.documents import DOCUMENTS, ROOT, Block, anchors, blocks, commands, links
-from tests.support.command_line import fastformer
+from tests.support.command_line import succeed
 from tests.support.python import python
 
 # What a page's training gets besides its own flags: a model and a budget for a test. The later of two flags counts.
@@ -63,7 +63,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     with pytest.MonkeyPatch.context() as patch:
         accept_few_lines(patch)
         for dataset in ("multi30k", "wikitext2"):
-            succeed(["data", dataset, "--from", "FOLDER"], folder)
+            succeed("data", dataset, "--from", "FOLDER", cwd=folder)
     pairs = number_corpus("fr", 320, 1, 1)[0]
     if importlib.util.find_spec("transformers"):
         write_marian_folder(folder / "opus-mt-en-fr", pairs.take(range(300), "train"))
@@ -77,10 +77,10 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
         f"{label}\t{i} {word}s" for label, word in (("praise", "warm"), ("complaint", "cold")) for i in range(30)
     ]
     write_lines(folder / "reviews.tsv", reviews)
-    succeed([*TRAIN_TRANSLATION.split(), "--run", "demo"], folder)
+    succeed(*TRAIN_TRANSLATION.split(), "--run", "demo", cwd=folder)
     write_lines(folder / "text.txt", pairs.source)
     lm = f"train lm --train-text text.txt --held-out 0.1 --run runs/language {SMALL_LANGUAGE} --tokenizer words"
-    succeed(lm.split(), folder)
+    succeed(*lm.split(), cwd=folder)
     for run in ("a", "b", "mine"):
         shutil.copytree(folder / "demo", folder / "runs" / run)
     return folder
@@ -107,13 +107,6 @@ def accept_few_lines(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(datasets, "_MULTI30K_LINES", {split: count for split, (_, count) in MULTI30K.items()})
     count = sum(len(line.split()) + 1 for line in TEXT)
     patch.setattr(datasets, "_WIKITEXT_TOKENS", dict.fromkeys(MULTI30K, count))
-
-
-def succeed(arguments: list[str], folder: Path) -> str:
-    """Run the command line in this process; its output."""
-    done = fastformer(*arguments, cwd=folder)
-    assert done.returncode == 0, f"{arguments}: {done.stderr}"
-    return done.stdout
 
 
 @pytest.mark.slow
@@ -155,14 +148,14 @@ def run_command(command: list[str], folder: Path) -> None:
         case "fastformer", ["demo"]:
             pass  # takes minutes: tests/apps/translation/test_translation.py
         case "fastformer", ["serve", *options]:  # until it is interrupted
-            check_options(options, succeed(["serve", "--help"], folder))
+            check_options(options, succeed("serve", "--help", cwd=folder))
         case "fastformer", ["train", *_]:
             train(arguments, folder)
         case "fastformer", ["data", name, *_]:  # which the reader has not prepared yet
             shutil.rmtree(folder / "data" / name, ignore_errors=True)
-            succeed(arguments, folder)
+            succeed(*arguments, cwd=folder)
         case "fastformer", _:
-            succeed(arguments, folder)
+            succeed(*arguments, cwd=folder)
         case "pytest", _:
             check_options(arguments, help_of_pytest())
             assert all((ROOT / name).exists() for name in arguments if re.match(r"(tests|benchmarks)\b", name))
@@ -199,7 +192,7 @@ def train(arguments: list[str], folder: Path) -> None:
         # The learning curve and the measured speed take half of such a training; tests of the command line have both.
         patch.setattr("fastformer.apps.plots.save", lambda figure, path: None)
         patch.setattr("fastformer.apps.runs.run.targets_per_second", lambda *arguments: 10_000.0)
-        succeed([*arguments, *small.split()], folder)
+        succeed(*arguments, *small.split(), cwd=folder)
 
 
 def check_options(words: list[str], help_text: str) -> None:

@@ -40,6 +40,13 @@ def fastformer(*arguments: str, cwd: Path, stdin: bytes = b"", encoding: str = "
     return Done(code, *written)
 
 
+def succeed(*arguments: str, cwd: Path, stdin: bytes = b"") -> str:
+    """Run a command that must succeed, and return its output."""
+    done = fastformer(*arguments, cwd=cwd, stdin=stdin)
+    assert done.returncode == 0, f"{arguments}: {done.stderr}"
+    return done.stdout
+
+
 def save_run(folder: Path, model: Any, *tokenizers: Any, **data: Any) -> None:
     """Write a run of one checkpoint; `data`: settings of the data."""
     CheckpointFolder(folder / "checkpoints").save(1, model.state_dict(), {}, model.config)

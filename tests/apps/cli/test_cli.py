@@ -17,7 +17,7 @@ import fastformer as fastformer_package
 from fastformer import functional
 from fastformer.apps.system.openmp import wait_variables
 from fastformer.apps.translation.run import load_translator
-from tests.support.command_line import fastformer
+from tests.support.command_line import fastformer, succeed
 from tests.support.train_task import config, trainer
 
 TRAIN = (
@@ -50,9 +50,8 @@ def test_given_translations_are_scored(runs: Path, tmp_path: Path) -> None:
 
 
 def test_a_translation_model_is_trained_described_and_evaluated(tmp_path: Path) -> None:
-    done = fastformer(*TRAIN.split(), "--run", "run", cwd=tmp_path)
-    assert done.returncode == 0, done.stderr
-    assert "ended after 4 steps" in done.stdout
+    out = succeed(*TRAIN.split(), "--run", "run", cwd=tmp_path)
+    assert "ended after 4 steps" in out
     names = {path.name for path in (tmp_path / "run").iterdir()}
     assert {"config.toml", "data.json", "tokenizer", "checkpoints", "metrics.jsonl", "metrics.csv"} <= names
     assert (tmp_path / "run" / "history.png").stat().st_size > 1000
@@ -60,13 +59,11 @@ def test_a_translation_model_is_trained_described_and_evaluated(tmp_path: Path) 
     assert "run: translation run, " in described
     assert "checkpoints: best step-" in described
     for tokenizer, options in (("13a", ""), ("char", "--bleu-tokenizer char")):
-        done = fastformer(*f"evaluate --run run --beam 1 --max-length 5 {options}".split(), cwd=tmp_path)
-        assert done.returncode == 0, done.stderr
-        assert re.search(rf"BLEU \d+\.\d+ \(nrefs:1\|case:mixed\|.*tok:{tokenizer}", done.stdout)
-        assert re.search(r"chrF \d+\.\d+ \(nrefs:1", done.stdout)
-        assert "pairs; greedy search; checkpoint best\n" in done.stdout
-    done = fastformer(*["train", "--config", "run/config.toml", "--seed", "2", "--run", "again"], cwd=tmp_path)
-    assert done.returncode == 0, done.stderr
+        out = succeed(*f"evaluate --run run --beam 1 --max-length 5 {options}".split(), cwd=tmp_path)
+        assert re.search(rf"BLEU \d+\.\d+ \(nrefs:1\|case:mixed\|.*tok:{tokenizer}", out)
+        assert re.search(r"chrF \d+\.\d+ \(nrefs:1", out)
+        assert "pairs; greedy search; checkpoint best\n" in out
+    succeed(*["train", "--config", "run/config.toml", "--seed", "2", "--run", "again"], cwd=tmp_path)
     settings = [(tmp_path / name / "config.toml").read_text().splitlines() for name in ("run", "again")]
     assert [pair for pair in zip(*settings, strict=True) if pair[0] != pair[1]] == [("seed = 1", "seed = 2")]
 
@@ -141,16 +138,14 @@ def test_only_a_bug_shows_a_traceback(tmp_path: Path, monkeypatch: pytest.Monkey
 def test_a_language_model_is_trained_by_a_file_and_flags_and_evaluated(tmp_path: Path) -> None:
     (tmp_path / "text.txt").write_text("\n".join(TEXT) + "\n")
     (tmp_path / "own.toml").write_text("[train]\nlr = 0.01\nwarmup_steps = 3\n")
-    done = fastformer(*TRAIN_LM.split(), "--clip-norm", "0.5", cwd=tmp_path)
-    assert done.returncode == 0, done.stderr
-    assert "vocabulary 13" in done.stdout
-    assert "ended after 4 steps" in done.stdout
+    out = succeed(*TRAIN_LM.split(), "--clip-norm", "0.5", cwd=tmp_path)
+    assert "vocabulary 13" in out
+    assert "ended after 4 steps" in out
     train = tomllib.loads((tmp_path / "lm" / "config.toml").read_text())["train"]
     names = ("schedule", "label_smoothing", "warmup_steps", "lr", "clip_norm", "batch_tokens")
     assert [train[name] for name in names] == ["cosine", 0.0, 3, 0.01, 0.5, 64]
-    done = fastformer("evaluate", "--run", "lm", cwd=tmp_path)
-    assert done.returncode == 0, done.stderr
-    assert re.search(r"perplexity \d+\.\d\d per token \(6 predicted, <eos> counted\)", done.stdout)
+    out = succeed("evaluate", "--run", "lm", cwd=tmp_path)
+    assert re.search(r"perplexity \d+\.\d\d per token \(6 predicted, <eos> counted\)", out)
     (tmp_path / "other.txt").write_text("the unicorn sees\nthe cat\n")
     done = fastformer("evaluate", "--run", "lm", "--source", "other.txt", "--checkpoint", "last", cwd=tmp_path)
     assert "(7 predicted, <eos> counted, 1 of them <unk>)" in done.stdout
@@ -240,9 +235,8 @@ def test_compare_prints_the_best_validation_by_the_metric_of_each_run_and_the_se
     measured_runs: Path,
 ) -> None:
     """Lower is better for losses only; the last validation is shown if none has the metric."""
-    done = fastformer("compare", *BEST, cwd=measured_runs)
-    assert done.returncode == 0, done.stderr
-    *printed, remark = done.stdout.splitlines()
+    out = succeed("compare", *BEST, cwd=measured_runs)
+    *printed, remark = out.splitlines()
     assert remark == "The runs differ in text or tokens: their losses and perplexities do not compare."
     names, *lines = [line.strip().rsplit(maxsplit=len(BEST)) for line in printed]
     assert names == list(BEST)
@@ -265,10 +259,9 @@ def test_compare_prints_the_best_validation_by_the_metric_of_each_run_and_the_se
     ],
 )
 def test_plot_attention_writes_a_picture(runs: Path, tmp_path: Path, options: str, begin: str) -> None:
-    done = fastformer("plot", "attention", *options.split(), "--output", str(tmp_path / "new" / "a.png"), cwd=runs)
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.startswith(begin)
-    assert done.stdout.endswith(f"wrote {tmp_path / 'new' / 'a.png'}\n")
+    out = succeed("plot", "attention", *options.split(), "--output", str(tmp_path / "new" / "a.png"), cwd=runs)
+    assert out.startswith(begin)
+    assert out.endswith(f"wrote {tmp_path / 'new' / 'a.png'}\n")
     assert (tmp_path / "new" / "a.png").read_bytes().startswith(b"\x89PNG\r\n")
 
 
@@ -276,6 +269,5 @@ def test_plot_attention_writes_a_picture(runs: Path, tmp_path: Path, options: st
     ("command", "name"), [("history loss begun bleu", "p.png"), ("positions --d-model 7 --length 5", "p.PNG")]
 )
 def test_figures_are_png_files(measured_runs: Path, command: str, name: str) -> None:
-    done = fastformer("plot", *command.split(), "--output", name, cwd=measured_runs)
-    assert done.returncode == 0, done.stderr
+    succeed("plot", *command.split(), "--output", name, cwd=measured_runs)
     assert (measured_runs / name).read_bytes().startswith(b"\x89PNG")

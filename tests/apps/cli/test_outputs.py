@@ -15,7 +15,7 @@ from fastformer.apps.train import TrainConfig
 from fastformer.apps.translation.model import TranslationConfig, TranslationModel
 from fastformer.apps.translation.run import DataConfig, TranslationRun
 from tests.apps.conftest import LINES
-from tests.support.command_line import fastformer, save_run
+from tests.support.command_line import fastformer, save_run, succeed
 from tests.support.python import variables
 
 COMMANDS = {
@@ -137,8 +137,7 @@ def ends_of_lines(tmp_path_factory):
 def test_each_sentence_gives_one_line_in_spite_of_byte_tokens(ends_of_lines, command):
     """One more line, and every later line would stand beside another sentence."""
     options = "--run run --beam 1 --max-length 2 --device cpu --output out"
-    done = fastformer(*command.split(), *options.split(), cwd=ends_of_lines)
-    assert done.returncode == 0, done.stderr
+    succeed(*command.split(), *options.split(), cwd=ends_of_lines)
     assert (ends_of_lines / "out").read_text() == "b c b c\nb c b c\n"
 
 

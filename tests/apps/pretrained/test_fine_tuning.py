@@ -107,25 +107,6 @@ def test_a_run_begins_with_the_weights_and_lowers_their_loss(run: Path, folder: 
     assert "BLEU" in command(f"evaluate --run {run} --beam 2 --device cpu")
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ("--d-model 64", "d_model: set by the model of"),
-        ("--vocabulary 100", "vocabulary has an effect only with tokenizer=bpe"),
-        ("--tokenizer bpe", "tokenizer must be pretrained with a model to begin with"),
-        ("--resume", "--resume takes its data and model from the run folder"),
-        ("lm", "holds no run and no exported model, with which a language-model run can begin"),
-    ],
-)
-def test_settings_of_the_folders_model_are_refused(folder: Path, tmp_path: Path, options: str, message: str) -> None:
-    kind, options = ("lm", "") if options == "lm" else ("", options)
-    text = f"train {kind} --from {folder} --dataset numbers --run {tmp_path}/run {options} --steps 1 --device cpu"
-    ended = CliRunner().invoke(app, text.split())
-    assert ended.exit_code != 0
-    assert message in " ".join((ended.output + str(ended.exception)).split())
-    assert not (tmp_path / "run").exists()
-
-
 def test_tokenizers_that_do_not_fit_are_refused(folder: Path, tmp_path: Path) -> None:
     copy = shutil.copytree(folder, tmp_path / "copy")
     words = json.loads((copy / "vocab.json").read_text())

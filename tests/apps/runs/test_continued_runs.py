@@ -14,15 +14,14 @@ from fastformer.apps.runs.folder import RunConfig, read_run_section, save_toml
 from fastformer.apps.train import CheckpointFolder
 from tests.apps.cli.test_cli import TRAIN as TRAIN_TRANSLATION
 from tests.apps.conftest import LINES
-from tests.support.command_line import Done, fastformer
+from tests.support.command_line import Done, fastformer, succeed
 
 
 @pytest.fixture(scope="module")
 def short_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with a translation run of 4 steps."""
     folder = tmp_path_factory.mktemp("resumed")
-    done = fastformer(*TRAIN_TRANSLATION.split(), "--run", "run", cwd=folder)
-    assert done.returncode == 0, done.stderr
+    succeed(*TRAIN_TRANSLATION.split(), "--run", "run", cwd=folder)
     return folder
 
 
@@ -133,8 +132,7 @@ def test_a_run_begins_with_the_weights_tokenizers_and_lengths_of_another(runs, f
         model, tokenizers, data = application.load(origin)
         origin = folder / "exported"
         export_safetensors(origin, model, tokenizers, application.settings_of_text(data))
-    done = fastformer(*COMMANDS[kind].split(), *SMALL.split(), "--from", str(origin), "--run", "new", cwd=folder)
-    assert done.returncode == 0, done.stderr
+    succeed(*COMMANDS[kind].split(), *SMALL.split(), "--from", str(origin), "--run", "new", cwd=folder)
     before = weights_of(application, runs / kind)
     for name, after in weights_of(application, folder / "new").items():
         torch.testing.assert_close(after, before[name], rtol=0, atol=1e-20)
@@ -146,19 +144,28 @@ def test_a_run_begins_with_the_weights_tokenizers_and_lengths_of_another(runs, f
 
 
 @pytest.mark.parametrize(
-    ("origin", "options", "message"),
+    ("command", "origin", "message"),
     [
-        ("language", "", "is a language-model run"),
-        ("translation", "--d-model 16", "d_model: set by the model of"),
-        ("translation", "--vocabulary 50", "vocabulary has an effect only"),
-        ("translation", None, "--from needs text to train on: give dataset or train_source"),
-        ("", "", "no model of transformers, there is no config.json"),
+        (COMMANDS["translation"], "language", "is a language-model run"),
+        (f"{COMMANDS['translation']} --d-model 16", "translation", "d_model: set by the model of"),
+        (f"{COMMANDS['translation']} --vocabulary 50", "translation", "vocabulary has an effect only"),
+        (
+            f"{COMMANDS['translation']} --tokenizer bpe",
+            "translation",
+            "tokenizer must be pretrained with a model to begin",
+        ),
+        ("train", "translation", "--from needs text to train on: give dataset or train_source"),
+        (COMMANDS["translation"], "empty", "no model of transformers, there is no config.json"),
+        (
+            COMMANDS["language"],
+            "empty",
+            "holds no run and no exported model, with which a language-model run can begin",
+        ),
     ],
 )
-def test_what_a_run_cannot_begin_with_is_one_line(runs, folder, origin, options, message):
+def test_what_a_run_cannot_begin_with_is_one_line(runs, folder, command, origin, message):
     (folder / "empty").mkdir()
-    origin = runs / origin if origin else folder / "empty"
-    command = "train" if options is None else f"{COMMANDS['translation']} {options}"
+    origin = folder / "empty" if origin == "empty" else runs / origin
     done = fastformer(*command.split(), *SMALL.split(), "--from", str(origin), "--run", "new", cwd=folder)
     assert (done.returncode, done.stderr.count("\n")) == (2, 1)
     assert message in done.stderr
@@ -185,9 +192,8 @@ def test_the_mean_of_chosen_checkpoints(runs, folder):
 def test_settings_of_training_that_are_left_out_are_chosen(runs, folder, kind):
     application = application_of(kind)
     command = f"{COMMANDS[kind]} --steps 20 --validate-every 20 --device cpu --threads 1 --from {runs / kind} --run new"
-    done = fastformer(*command.split(), cwd=folder)
-    assert done.returncode == 0, done.stderr
-    assert "warmup_steps 2" in done.stdout
+    out = succeed(*command.split(), cwd=folder)
+    assert "warmup_steps 2" in out
     sections = application.read_config(folder / "new")
     assert (sections["train"]["warmup_steps"], sections["train"]["lr"]) == (2, application.train.lr)
     assert sections["model"] == application.read_config(runs / kind)["model"]
@@ -214,8 +220,7 @@ def test_settings_of_the_text_stay_and_the_configuration_repeats_the_run(runs, f
         f"{again} --config second/config.toml --run third",
         f"{again} --config second/config.toml --from first --run fourth",
     ):
-        done = fastformer(*command.split(), *SMALL.split(), cwd=folder)
-        assert done.returncode == 0, done.stderr
+        succeed(*command.split(), *SMALL.split(), cwd=folder)
     second, *others = (application.read_config(folder / name) for name in ("second", "third", "fourth"))
     assert {name: second["data"][name] for name in SETTINGS[kind]} == SETTINGS[kind]
     assert second["data"]["tokenizer"] == "pretrained"

@@ -16,7 +16,7 @@ from fastformer.apps.train.checkpoint import Checkpoint
 from fastformer.apps.translation.model import TranslationConfig, TranslationModel
 from fastformer.apps.translation.search import SearchOptions
 from fastformer.apps.translation.translator import Translator
-from tests.support.command_line import fastformer, save_run
+from tests.support.command_line import fastformer, save_run, succeed
 
 SENTENCES = ["a b c d", "e", "b b a f g", "unknown h a"]
 # Other ids and names than CTranslate2's defaults.
@@ -164,8 +164,7 @@ def test_a_run_is_exported(tmp_path, make):
     exported = load_safetensors(tmp_path / "s").state_dict()
     assert all(torch.equal(exported[name], weight) for name, weight in model.state_dict().items())
     ctranslate2 = pytest.importorskip("ctranslate2")
-    done = fastformer("export", "--run", "run", "--quantization", "int8", "--to", "c", cwd=tmp_path)
-    assert done.returncode == 0, done.stderr
+    succeed("export", "--run", "run", "--quantization", "int8", "--to", "c", cwd=tmp_path)
     assert ctranslate2.contains_model(str(tmp_path / "c"))
 
 

@@ -32,7 +32,7 @@ from tests.apps.train.distributed_task import (
     work,
 )
 from tests.support.closeness import assert_close
-from tests.support.command_line import fastformer
+from tests.support.command_line import succeed
 from tests.support.noise import DEVIATIONS, noise
 from tests.support.processes import start_processes
 from tests.support.python import variables
@@ -234,8 +234,7 @@ def test_a_killed_worker_ends_torchrun_and_one_process_resumes(tmp_path):
     assert steps == sorted(set(steps))
 
     last = checkpoints.open().step
-    done = fastformer("train", *f"--run run --resume --steps {last + 3} --device cpu".split(), cwd=tmp_path)
-    assert done.returncode == 0, done.stderr
+    succeed("train", *f"--run run --resume --steps {last + 3} --device cpu".split(), cwd=tmp_path)
     assert checkpoints.open().step == last + 3
     (actual,) = load_translator(tmp_path / "run", device="cpu").translate(["one"])
     assert isinstance(actual, str)

@@ -28,7 +28,7 @@ from fastformer.apps.translation.run import (
     read_corpora,
 )
 from fastformer.apps.translation.search import SearchOptions
-from tests.support.command_line import fastformer
+from tests.support.command_line import fastformer, succeed
 
 # Special ids other than the defaults, which must be stored with the model.
 IDS = {"unk_id": 3, "pad_id": 0, "bos_id": 1, "eos_id": 2}
@@ -175,9 +175,8 @@ def test_several_references_and_bootstrap_on_the_command_line(
     done = fastformer(*command.split(), "short", cwd=tmp_path)
     message = "short has 1 lines for 40 pairs; several references need files of equal length without empty lines"
     assert (done.returncode, done.stderr) == (2, f"error: {message}\n")
-    done = fastformer("compare", "a", "b", "--bootstrap", "10", cwd=tmp_path)
-    assert done.returncode == 0, done.stderr
-    rows = [line.split() for line in done.stdout.splitlines() if line.startswith(("BLEU", "chrF2", "TER"))]
+    out = succeed("compare", "a", "b", "--bootstrap", "10", cwd=tmp_path)
+    rows = [line.split() for line in out.splitlines() if line.startswith(("BLEU", "chrF2", "TER"))]
     assert [row[-1] for row in rows] == ["a", "b"] * 3
     assert [row[2:4] for row in rows[1::2]] == [["p", "="]] * 3
 

@@ -24,7 +24,7 @@ from tests.support.masks import ahead
 from tests.support.protocol_cases import CASES, DROP_INS
 
 pytestmark = [needs_kernels, pytest.mark.usefixtures("slow_path")]
-D, H, FF, B, T, S = 16, 2, 24, 2, 5, 7
+D, H, FF, B, T = 16, 2, 24, 2, 5
 
 
 MODULES = [*DROP_INS, "FeedForward", "LinearCrossEntropy", "TransformerEncoder.packed", "TransformerDecoder.packed"]

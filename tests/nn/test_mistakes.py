@@ -25,7 +25,7 @@ def zeros(*shape, dtype=torch.float64):
 x, memory = zeros(B, T, D), zeros(B, S, D)
 hidden = PADDING["right"][0]
 HIDDEN = {"src_key_padding_mask": hidden}
-INTEGER, BOOL = torch.int32, torch.bool
+BOOL = torch.bool
 # The fuzz test of modules draws masks of other dtypes and shapes. A padding mask has the batch run packed.
 MISTAKES = {
     "MultiheadAttention: dtypes": ((x.float(), x.float(), x.float()), {"need_weights": False}),

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from tests.project.documents import ROOT, blocks
-from tests.support.translation_task import BOS, EOS, PAD, paper_positions
+from tests.support.translation_task import paper_positions, random_batch
 
 PAGES = ROOT / "docs" / "tutorials"
 
@@ -163,13 +163,7 @@ def drawn(model: nn.Module, seed: int = 0) -> nn.Module:
     return model.eval()
 
 
-def sentences(lengths: tuple[tuple[int, int], ...] = ((7, 4), (3, 6)), seed: int = 0) -> tuple[Tensor, Tensor]:
-    """Padded ids, source with eos `[B, S]` and target with bos `[B, T]`, of these lengths with eos and bos."""
-    generator = torch.Generator().manual_seed(seed)
-    S, T = (max(pair[side] for pair in lengths) for side in (0, 1))
-    source, target = torch.full((len(lengths), S), PAD), torch.full((len(lengths), T), PAD)
-    for i, (s, t) in enumerate(lengths):
-        source[i, : s - 1] = torch.randint(4, 17, (s - 1,), generator=generator)
-        source[i, s - 1], target[i, 0] = EOS, BOS
-        target[i, 1:t] = torch.randint(4, 17, (t - 1,), generator=generator)
-    return source, target
+def sentences() -> tuple[Tensor, Tensor]:
+    """Return padded ids of two pairs: source with eos `[B, S]`, and target with bos `[B, T]`."""
+    batch = random_batch([(6, 3), (2, 5)], packed=False)
+    return batch.source, batch.target_in

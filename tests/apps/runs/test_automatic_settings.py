@@ -20,7 +20,7 @@ from fastformer.apps.translation.run import DataConfig, TranslationRun
 from tests.support.python import ROOT
 
 TRANSLATION = {"encoder_layers": (1, 2, 4, 4, 6), "decoder_layers": (1, 2, 4, 4, 6)}
-MULTI30K, WIKITEXT2, WMT = 460_000, 2_500_000, 120_000_000  # tokens
+MULTI30K, WMT = 460_000, 120_000_000  # tokens
 
 
 def speeds(*of_widths: float) -> Any:

@@ -5,7 +5,6 @@ from dataclasses import replace
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import nn
 
 from fastformer.apps.models.embeddings import Embedding
 from fastformer.apps.translation.model import TranslationModel, translation_loss
@@ -23,23 +22,10 @@ from tests.support.translation_task import (
 RAGGED = [(1, 3), (6, 1), (4, 4), (9, 7)]  # lengths without special ids: one token, more source, more target
 
 
-def padded_like(batch, extra=0):
-    """The batch with padding, `extra` columns more than needed."""
-
-    def wide(ids, lengths):
-        rows = nn.utils.rnn.pad_sequence(torch.split(ids, lengths.tolist()), batch_first=True, padding_value=PAD)
-        return F.pad(rows, (0, extra), value=PAD)
-
-    return replace(
-        batch,
-        source=wide(batch.source, batch.source_lengths),
-        target_in=wide(batch.target_in, batch.target_lengths),
-        target_out=wide(batch.target_out, batch.target_lengths),
-    )
-
-
-def hidden_states(model, batch):
-    return model(batch.source, batch.source_lengths, batch.target_in, batch.target_lengths)
+def widened(batch, columns):
+    """Return a padded batch with more columns of padding."""
+    names = ("source", "target_in", "target_out")
+    return replace(batch, **{name: F.pad(getattr(batch, name), (0, columns), value=PAD) for name in names})
 
 
 VARIANTS = {
@@ -64,14 +50,14 @@ def test_model_is_torchs_transformer(variant, dtype):
     """Packed and padded input give torch's loss on a padded batch, and torch's gradient of every parameter."""
     model = random_model(1, **VARIANTS[variant]).to(dtype)
     twin = TorchTwin(model.config).copy(model).to(dtype).train()  # train: not torch's inference fast path
-    packed = random_batch([*RAGGED, (70, 66)] if "beyond" in variant else RAGGED, vocabulary=13)
-    padded = padded_like(packed)
+    lengths = [*RAGGED, (70, 66)] if "beyond" in variant else RAGGED
+    packed, padded = (random_batch(lengths, packed=form, vocabulary=13) for form in (True, False))
     tolerance = {torch.float64: 1e-10, torch.float32: 2e-5}[dtype]
 
     expected = twin.loss(padded, label_smoothing=0.1)
     wanted = torch.autograd.grad(expected, list(twin.parameters()))
     wanted = dict(zip((name for name, _ in twin.named_parameters()), wanted, strict=True))
-    for batch in (packed, padded, padded_like(packed, extra=3)):
+    for batch in (packed, padded, widened(padded, 3)):
         loss = translation_loss(model, batch, label_smoothing=0.1)
         names, parameters = zip(*model.named_parameters(), strict=True)
         grads = torch.autograd.grad(loss, parameters)

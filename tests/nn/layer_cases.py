@@ -5,6 +5,7 @@ Letters: B batch, T targets, S sources, D model width, H heads.
 
 import warnings
 
+import pytest
 import torch
 from torch import Tensor, nn
 
@@ -15,6 +16,12 @@ from tests.support.masks import ahead, left, right
 D, H, FF, B, T, S = 6, 3, 7, 3, 5, 4
 LAYERS = ("TransformerEncoderLayer", "TransformerDecoderLayer")
 STACKS = ("TransformerEncoder", "TransformerDecoder")
+# For files that compare with torch.nn: torch's documented path, and no warnings of torch's own modules.
+BESIDE_TORCH = [
+    pytest.mark.usefixtures("slow_path"),
+    pytest.mark.filterwarnings("ignore:enable_nested_tensor is True"),
+    pytest.mark.filterwarnings("ignore:Support for mismatched"),  # where one mask is bool and the other is not
+]
 
 
 class Twice(nn.Module):

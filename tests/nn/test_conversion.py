@@ -10,13 +10,11 @@ import torch.nn.functional as F
 from torch import nn
 
 import fastformer
+from tests.nn.layer_cases import BESIDE_TORCH
 from tests.support.closeness import assert_close, gradients, random
 from tests.support.masks import right
 
-pytestmark = [
-    pytest.mark.usefixtures("slow_path"),
-    pytest.mark.filterwarnings("ignore:enable_nested_tensor is True"),
-]
+pytestmark = BESIDE_TORCH
 V, D, H, FF, B, T, S = 11, 8, 2, 12, 3, 5, 4
 HIDDEN_SOURCE, HIDDEN_TARGET = right([4, 2, 1], S), right([3, 5, 2], T)
 BATCH = (torch.randint(V, (B, S)), torch.randint(V, (B, T)), HIDDEN_SOURCE, HIDDEN_TARGET)

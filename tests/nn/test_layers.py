@@ -9,14 +9,11 @@ import torch.nn.functional as F
 from torch import nn
 
 import fastformer
-from tests.nn.layer_cases import FF, LAYERS, B, T, Twice, check, inputs_for, twins
+from tests.nn.layer_cases import BESIDE_TORCH, FF, LAYERS, B, T, Twice, check, inputs_for, twins
 from tests.support.all_pairs import all_pairs
 from tests.support.closeness import assert_close, random
 
-pytestmark = [
-    pytest.mark.usefixtures("slow_path"),
-    pytest.mark.filterwarnings("ignore:enable_nested_tensor is True"),
-]
+pytestmark = BESIDE_TORCH
 both_kinds = pytest.mark.parametrize("kind", LAYERS)
 both_orders = pytest.mark.parametrize("norm_first", [True, False], ids=["pre-norm", "post-norm"])
 

@@ -7,15 +7,11 @@ from torch.nn.attention.flex_attention import create_block_mask
 
 import fastformer
 from fastformer.packing import Layout, to_nested
-from tests.nn.layer_cases import FF, PADDING, B, D, S, T, twins
+from tests.nn.layer_cases import BESIDE_TORCH, FF, PADDING, B, D, S, T, twins
 from tests.support.closeness import random
 from tests.support.masks import ahead
 
-pytestmark = [
-    pytest.mark.usefixtures("slow_path"),
-    pytest.mark.filterwarnings("ignore:enable_nested_tensor is True"),
-    pytest.mark.filterwarnings("ignore:Support for mismatched"),
-]
+pytestmark = BESIDE_TORCH
 
 
 def zeros(*shape, dtype=torch.float64):

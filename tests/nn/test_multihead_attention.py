@@ -5,15 +5,12 @@ import torch
 from torch import nn
 
 import fastformer
-from tests.nn.layer_cases import AHEAD, B, D, H, T, check, twins
+from tests.nn.layer_cases import AHEAD, BESIDE_TORCH, B, D, H, T, check, twins
 from tests.support.all_pairs import all_pairs
 from tests.support.closeness import assert_close, random
 from tests.support.masks import minus_infinity, right
 
-pytestmark = [
-    pytest.mark.usefixtures("slow_path"),
-    pytest.mark.filterwarnings("ignore:Support for mismatched"),
-]
+pytestmark = BESIDE_TORCH
 S = 7
 OPTIONS = {
     "default": {},

@@ -10,16 +10,12 @@ from fastformer import functional
 from fastformer.backend import backend, get_backend
 from fastformer.packing import Layout, from_nested, to_nested
 from fastformer.packing.layout import RowMap
-from tests.nn.layer_cases import AHEAD, PADDING, STACKS, B, D, H, S, T, check, inputs_for, twins
+from tests.nn.layer_cases import AHEAD, BESIDE_TORCH, PADDING, STACKS, B, D, H, S, T, check, inputs_for, twins
 from tests.support.all_pairs import all_pairs
 from tests.support.closeness import assert_close, assert_same, gradients, random
 from tests.support.masks import left, minus_infinity, right
 
-pytestmark = [
-    pytest.mark.usefixtures("slow_path"),
-    pytest.mark.filterwarnings("ignore:enable_nested_tensor is True"),
-    pytest.mark.filterwarnings("ignore:Support for mismatched"),
-]
+pytestmark = BESIDE_TORCH
 
 
 # Each query ignores its third neighbour, which leaves no row without keys under any padding.

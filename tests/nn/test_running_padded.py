@@ -17,18 +17,14 @@ from torch.nn.modules.module import register_module_forward_hook
 
 import fastformer
 from fastformer.packing import Layout, to_nested
-from tests.nn.layer_cases import FF, STACKS, B, D, H, S, T, build, inputs_for, twins
+from tests.nn.layer_cases import BESIDE_TORCH, FF, STACKS, B, D, H, S, T, build, inputs_for, twins
 from tests.nn.layer_cases import PADDING as HIDDEN
 from tests.nn.layer_cases import check as compare
 from tests.support.all_pairs import all_pairs
 from tests.support.closeness import assert_close, gradients, random
 from tests.support.masks import ahead, minus_infinity, right
 
-pytestmark = [
-    pytest.mark.usefixtures("slow_path"),
-    pytest.mark.filterwarnings("ignore:Support for mismatched"),  # torch's, where one mask is bool and the other is not
-    pytest.mark.filterwarnings("ignore:enable_nested_tensor is True"),
-]
+pytestmark = BESIDE_TORCH
 KINDS = ("TransformerEncoder", "TransformerDecoder", "Transformer")
 # An attn_mask for a length, and the value of is_causal.
 MASKS: dict[str, tuple[Callable[[int], Tensor] | None, bool | None]] = {

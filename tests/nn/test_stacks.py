@@ -9,17 +9,13 @@ from torch import nn
 
 import fastformer
 from fastformer.packing import Layout, pack, unpack
-from tests.nn.layer_cases import AHEAD, FF, STACKS, B, D, H, S, T, Twice, inputs_for, twins
+from tests.nn.layer_cases import AHEAD, BESIDE_TORCH, FF, STACKS, B, D, H, S, T, Twice, inputs_for, twins
 from tests.support.all_pairs import all_pairs
 from tests.support.closeness import assert_close, assert_same, random
 from tests.support.fused_op import DEVICE
 from tests.support.masks import ahead, right
 
-pytestmark = [
-    pytest.mark.usefixtures("slow_path"),
-    pytest.mark.filterwarnings("ignore:enable_nested_tensor is True"),
-    pytest.mark.filterwarnings("ignore:Support for mismatched"),
-]
+pytestmark = BESIDE_TORCH
 LENGTHS = [([5, 2, 3], [1, 4, 2]), ([3, 3], [2, 2]), ([0, 3], [2, 4]), ([], [])]
 HIDDEN, SOURCE_HIDDEN = right([5, 2, 4], T), right([1, 4, 3], S)
 

@@ -135,14 +135,19 @@ def test_a_budget_in_minutes_ends_in_time_with_all_validations(tmp_path, capsys,
     assert (said in capsys.readouterr().err) == (size < SIZE) == ("validated_share" in actual[0])
 
 
+def timed(folder, step, example=None, show=False, **settings):
+    """Return a run in whose time a step takes so many seconds, and a held-out example, if there are any."""
+    clock = Clock()
+    scores = {} if example is None else {"validate": held_out(clock, example)}
+    changes = {"loss": clock.takes(step, summed_loss), "clock": clock, "show": show, **scores}
+    return trainer(folder, config(steps=None, **settings), **changes)
+
+
 def test_a_run_goes_on_after_half_of_a_longer_budget(tmp_path):
     """The cost of a validation is measured in steps, so after the first one of a session."""
     steps = 0
     for minutes in (1.0, 1.3, 1.6):
-        clock = Clock()
-        settings = config(steps=None, minutes=minutes, validate_every=10**6)
-        loss, score = clock.takes(1.0, summed_loss), held_out(clock, 0.01)
-        run = trainer(tmp_path, settings, loss=loss, validate=score, clock=clock)
+        run = timed(tmp_path, 1.0, 0.01, minutes=minutes, validate_every=10**6)
         if steps:
             run.resume()
         before, steps = steps, run.fit().step
@@ -151,9 +156,7 @@ def test_a_run_goes_on_after_half_of_a_longer_budget(tmp_path):
 
 
 def test_the_time_left_is_that_of_the_budget(tmp_path, capsys):
-    clock = Clock()
-    settings = config(steps=None, minutes=1.0, validate_every=10**6)
-    trainer(tmp_path, settings, loss=clock.takes(0.5, summed_loss), clock=clock, show=True).fit()
+    timed(tmp_path, 0.5, minutes=1.0, validate_every=10**6, show=True).fit()
     lines = capsys.readouterr().err
     assert re.search(r"epoch 1  step 1 .* left 1:00$", lines, re.MULTILINE)
     assert re.search(r"epoch 3  step 21 .* left 0:50$", lines, re.MULTILINE)
@@ -162,10 +165,7 @@ def test_the_time_left_is_that_of_the_budget(tmp_path, capsys):
 
 def test_the_speed_is_that_of_steps_alone(tmp_path):
     """Neither validations nor trials of them count, nor saves."""
-    clock = Clock()
-    settings = config(steps=None, minutes=1.0, log_every=1, validate_every=9, save_minutes=0.05)
-    loss, score = clock.takes(2.0, summed_loss), held_out(clock, 0.1)
-    trainer(tmp_path, settings, loss=loss, validate=score, clock=clock).fit()
+    timed(tmp_path, 2.0, 0.1, minutes=1.0, log_every=1, validate_every=9, save_minutes=0.05).fit()
     actual = [record["tokens_per_second"] for record in read_metrics(tmp_path) if record["kind"] == "train"]
     tokens = [batch.tokens for epoch in range(5) for batch in Source().epoch(epoch)]
     assert actual == pytest.approx([count / 2.0 for count in tokens[: len(actual)]])
@@ -173,11 +173,7 @@ def test_the_speed_is_that_of_steps_alone(tmp_path):
 
 def test_the_validation_of_a_resumed_run_is_of_the_same_size(tmp_path):
     for minutes in (1.0, 2.0):  # a tenth of the first is 6 seconds
-        clock = Clock()
-        settings = config(steps=None, minutes=minutes, validate_every=10)
-        run = trainer(
-            tmp_path, settings, loss=clock.takes(1.0, summed_loss), validate=held_out(clock, 0.25), clock=clock
-        )
+        run = timed(tmp_path, 1.0, 0.25, minutes=minutes, validate_every=10)
         if minutes == 2.0:
             run.resume()
         run.fit()

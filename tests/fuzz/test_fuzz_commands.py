@@ -21,7 +21,7 @@ from fastformer.apps.cli.console import app
 from fastformer.apps.text import read_lines
 from fastformer.apps.train import read_weights, write_weights
 from fastformer.apps.train.checkpoint import WEIGHTS
-from tests.fuzz.harness import TOML_VALUES, Explore, chance, changed_json, damaged, encoded, limits, text
+from tests.fuzz.conftest import TOML_VALUES, Explore, chance, changed_json, damaged, encoded, limits, text
 from tests.support.command_line import Done, fastformer, succeed
 
 pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.slow]

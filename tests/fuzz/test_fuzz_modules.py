@@ -22,7 +22,7 @@ from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 from torch.nn.utils import parametrize
 
 import fastformer
-from tests.fuzz.harness import Explore, chance
+from tests.fuzz.conftest import Explore, chance
 from tests.nn import layer_cases
 from tests.nn.layer_cases import D, H, Twice, randomise
 from tests.support.closeness import assert_close, gradients

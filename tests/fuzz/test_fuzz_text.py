@@ -27,7 +27,7 @@ from fastformer.apps.text import (
 )
 from fastformer.apps.text.files import write_texts
 from fastformer.apps.translation.run import APPLICATION as TRANSLATION
-from tests.fuzz.harness import Explore, attempt, chance, changed_json, damaged, encoded, text, toml
+from tests.fuzz.conftest import Explore, attempt, chance, changed_json, damaged, encoded, text, toml
 
 LINES = [f"{x} {y} runs, doesn't it?" for x in ("the cat", "a dog", "grün") for y in ("42", "and", "«so»")]
 READING = (TextError, FileNotFoundError)

@@ -147,25 +147,6 @@ def test_budget_has_every_kernel():
         assert launched <= listed, f"no case of benchmarks/codegen/cases launches {sorted(launched - listed)}"
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (("--arch", "75"), "--arch 75: known are 80, 86, 89, 90, 100, 120"),
-        pytest.param(
-            ("--cases", "codegen_faults", "--only", "nothing like it"),
-            "no kernel and no case contains 'nothing like it'; codegen_faults has 12 cases",
-            marks=needs_triton,
-        ),
-        ((), "it needs Triton: pip install 'fastformer[triton]'"),
-    ],
-)
-def test_arguments_that_cannot_be_are_refused(arguments, message, tmp_path):
-    (tmp_path / "triton.py").write_text("raise ImportError('not here')")
-    ran = run(*arguments) if arguments else run(path=tmp_path)
-    assert ran.returncode == 2
-    assert message in ran.stderr
-
-
 LOOP = Loop(instructions=1600.0, exponentials=1.0625, mma_cycles=256.0)
 GOOD = Resources(100, 0, 4096, 4, 16, False, 0, 8, loops=(LOOP, LOOP))
 

@@ -94,22 +94,6 @@ def test_every_test_that_needs_a_gpu_is_run(tmp_path):
     assert not {part for part in tests & others if part.endswith(".py")}
 
 
-@pytest.mark.parametrize(
-    ("arguments", "commit", "message"),
-    [
-        (
-            ["--only", "nothing"],
-            "0123456",
-            "unknown 'nothing'; known runs: tests, models, ops, other-tests, ",
-        ),
-        (["--out", str(ROOT), "--only", "ops"], "", "FASTFORMER_COMMIT: the commit is ''"),
-    ],
-)
-def test_bad_arguments_are_named_before_anything_runs(arguments, commit, message, refused, monkeypatch):
-    monkeypatch.setenv("FASTFORMER_COMMIT", commit)
-    assert message in refused(lane.main, *arguments)
-
-
 TEXT = (ROOT / "benchmarks" / "GPU_TODO.md").read_text(encoding="utf-8")
 CHOICES = re.findall(r"""\$BENCH -k (?:'([^']*)'|"([^"]*)"|(\w+))""", TEXT)
 COMMANDS = re.findall(r"`(?:\w+=\S+ |compute-sanitizer )*((?:pytest|python -m) [^`$]*)`", TEXT)

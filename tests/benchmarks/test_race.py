@@ -2,16 +2,13 @@
 
 import gc
 import json
-import re
 import weakref
-from types import SimpleNamespace
 from unittest import mock
 
 import pytest
 import torch
 from torch import Tensor
 
-from benchmarks.conftest import pytest_configure
 from benchmarks.harness.clock import Work, saved_for_backward
 from benchmarks.harness.race import Contender, Op, Race
 from benchmarks.harness.record import Record
@@ -142,20 +139,6 @@ def test_ratios_are_by_the_token(race):
     sides = (Contender(name, lambda: X @ X, tokens) for name, tokens in (("fastformer", 100), ("other", 10)))
     race("a case", *sides, rounds=5)
     assert race.record.rows[0].ratio == pytest.approx(10, rel=0.7)
-
-
-@pytest.mark.parametrize(
-    ("option", "message"),
-    [
-        ({"--record": "run.jsonl"}, "FASTFORMER_COMMIT: the commit is ''"),
-        ({"--dry-run": True}, "set TRITON_INTERPRET=1"),
-    ],
-)
-def test_bad_options_are_named_before_anything_is_measured(option, message, monkeypatch):
-    monkeypatch.setenv("FASTFORMER_COMMIT", "")
-    monkeypatch.setenv("TRITON_INTERPRET", "0")
-    with pytest.raises(pytest.UsageError, match=re.escape(message)):
-        pytest_configure(SimpleNamespace(getoption=option.get))
 
 
 @pytest.mark.parametrize("fails", [False, True])

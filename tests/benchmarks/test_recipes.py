@@ -98,21 +98,6 @@ def test_bleu_of_moses_tokens_needs_sacremoses(monkeypatch, tmp_path):
     assert moses_bleu(tmp_path / "o.txt", tmp_path, "fr") == {"BLEU, Moses tokens": pytest.approx(100.0)}
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["--minutes", "nan"], "--minutes must be above 0"),
-        (["--seeds", "a"], "--seeds is 'a'; allowed are whole numbers"),
-        (["--recipe", str(FOLDER / "multi30k-en-de-gpu.toml")], "--data: the dataset multi30k of"),
-        (["--recipe", "nothing.toml"], "No such file or directory: 'nothing.toml'"),
-    ],
-)
-def test_bad_arguments_are_named_before_anything_runs(arguments, message, tmp_path, refused):
-    (tmp_path / "tiny.toml").write_text(TINY, encoding="utf-8")
-    options = ["--recipe", str(tmp_path / "tiny.toml"), "--out", str(tmp_path / "out")]
-    assert message in refused(recipes.main, *options, *arguments)
-
-
 def test_the_tutorial_of_the_benchmark_is_the_tutorial():
     """PyTorch's word_language_model subclasses nn.Transformer and gives it no dropout rate."""
     settings = LanguageRun.application.read_settings(FOLDER / "wikitext2-word-tutorial.toml")

@@ -1,6 +1,5 @@
 """Committed figures, tables and charts are those of the recorded runs."""
 
-import json
 import math
 import re
 import subprocess
@@ -11,8 +10,8 @@ import torch
 from benchmarks import report, tables
 from benchmarks.harness import environment
 from benchmarks.harness.environment import DIRTY
-from benchmarks.harness.record import FORMAT, Record, Row
-from benchmarks.report import condense, load_results, read_run
+from benchmarks.harness.record import Record, Row
+from benchmarks.report import condense, load_results
 
 MACHINE = {
     "date": "2026-01-02", "commit": "0123456789abcdef", "python": "3.12.3", "torch": "2.11.0", "triton": "3.6.0",
@@ -185,32 +184,6 @@ def test_runs_that_differ_or_prove_nothing_are_refused(tmp_path, rows, change, m
     paths = [record(tmp_path / "a", rows), *paths] if "differ" in message else paths
     with pytest.raises(ValueError, match=message):
         condense(paths, "name")
-
-
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        ("", "it does not begin with a machine and format"),
-        ("not json\n{}\n", "Expecting value"),
-        (json.dumps({"format": FORMAT + 1, "machine": {}}), f"it does not begin with a machine and format {FORMAT}"),
-        (json.dumps({"format": FORMAT, "machine": {}}) + '\n{"row": {"speed": 1}}', "Field required"),
-    ],
-)
-def test_a_file_that_is_no_run_is_named(tmp_path, text, message):
-    path = tmp_path / "run.jsonl"
-    path.write_text(text, encoding="utf-8")
-    with pytest.raises(ValueError, match=re.escape(message)) as error:
-        read_run(path)
-    assert str(path) in str(error.value)
-
-
-def test_the_command_line_refuses_in_one_line_and_keeps_everything(tmp_path, capsys):
-    before = (report.ROOT / "README.md").read_text(encoding="utf-8")
-    run = record(tmp_path / "run.jsonl", [MEASURED])
-    for arguments in (["a"], [str(tmp_path / "none.jsonl"), "name"], [str(tmp_path), "name"], [str(run), "../name"]):
-        assert report.main(arguments) == 2
-        assert capsys.readouterr().err.count("\n") == 1
-    assert (report.ROOT / "README.md").read_text(encoding="utf-8") == before
 
 
 def test_the_commit_is_that_of_the_files_or_an_error(tmp_path, monkeypatch):

@@ -68,18 +68,6 @@ def test_the_library_takes_tiles_that_were_measured_to_be_faster(monkeypatch, tm
     assert [tiles.choose(other) for other in others] == before
 
 
-@pytest.mark.parametrize(
-    ("argv", "message"),
-    [
-        (["--dry-run", "--minutes", "nan"], "--minutes must be a number above 0, not nan"),
-        (["--dry-run", "--only", "nothing"], "no kernel has that name; known are attention backward, "),
-    ],
-)
-def test_bad_arguments_end_with_one_line_and_code_2(argv, message, refused, monkeypatch):
-    monkeypatch.setenv("TRITON_INTERPRET", "1")
-    assert message in refused(tuning.main, *argv)
-
-
 @pytest.mark.skipif(torch.cuda.is_available(), reason="kernels are compiled here")
 def test_a_dry_run_tries_every_tile_and_times_nothing(tmp_path, monkeypatch):
     monkeypatch.setenv("TRITON_INTERPRET", "1")

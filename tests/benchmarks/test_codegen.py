@@ -147,6 +147,9 @@ def test_budget_has_every_kernel():
         assert launched <= listed, f"no case of benchmarks/codegen/cases launches {sorted(launched - listed)}"
 
 
+# Limits and budget
+
+
 LOOP = Loop(instructions=1600.0, exponentials=1.0625, mma_cycles=256.0)
 GOOD = Resources(100, 0, 4096, 4, 16, False, 0, 8, loops=(LOOP, LOOP))
 

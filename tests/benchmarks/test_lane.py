@@ -94,6 +94,9 @@ def test_every_test_that_needs_a_gpu_is_run(tmp_path):
     assert not {part for part in tests & others if part.endswith(".py")}
 
 
+# The commands of GPU_TODO.md
+
+
 TEXT = (ROOT / "benchmarks" / "GPU_TODO.md").read_text(encoding="utf-8")
 CHOICES = re.findall(r"""\$BENCH -k (?:'([^']*)'|"([^"]*)"|(\w+))""", TEXT)
 COMMANDS = re.findall(r"`(?:\w+=\S+ |compute-sanitizer )*((?:pytest|python -m) [^`$]*)`", TEXT)

@@ -168,6 +168,9 @@ def test_kernels_for_hopper_are_not_run_on_an_older_gpu(name, monkeypatch):
         assert missing(device) == reason
 
 
+# Attention
+
+
 LENGTHS = np.array([5, 2, 0, 7])
 
 

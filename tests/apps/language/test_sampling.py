@@ -205,6 +205,9 @@ def test_a_text_does_not_depend_on_the_batch(options):
     assert texts(model, prompts, replace(options, max_new_tokens=10)) == [text[:10] for text in together]
 
 
+# TextGenerator
+
+
 ALPHABET = ["a", "b", "c", "d", "e", "f", "g", "h", "i", "j", "k", "l"]
 
 

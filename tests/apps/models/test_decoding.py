@@ -82,6 +82,9 @@ def test_a_graph_keeps_the_buffers_that_it_reads(tape, monkeypatch):
     assert table() is None
 
 
+# Translation
+
+
 MODELS = {
     "pre-norm": {},
     "post-norm, no final norms": {"norm_first": False, "final_norm": False, "embeddings": "shared"},
@@ -156,6 +159,9 @@ def test_a_step_that_cannot_be_captured_is_eager_from_then_on(tape, monkeypatch)
         actual = greedy_search(*arguments, SearchOptions(cuda_graphs=True))
     assert_same_hypotheses(actual, expected)
     assert len(captures) == len(warnings) == 1
+
+
+# Generation of text
 
 
 POSITIONS = {name: {"positions": name} for name in ("rotary", "alibi", "relative", "none")}

@@ -215,6 +215,9 @@ def test_the_fused_kernels_compute_the_same(kind, norm_first):
     assert_model_as_accurate_as_reference(model, results)
 
 
+# Adapters, hooks and options on parts of models
+
+
 V, D = 11, 8
 SIZES: dict[str, Any] = {"d_model": D, "heads": 2, "feed_forward": 12, "dropout": 0.0}
 BATCH = torch.tensor([2, 5, 6, 7, 8, 2, 9]), torch.tensor([5, 6, 7, 8, 3, 9, 3]), torch.tensor([5, 2])

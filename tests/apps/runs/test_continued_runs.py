@@ -105,6 +105,9 @@ def test_the_best_so_far_is_of_the_same_validation_text(command: str, tmp_path: 
         assert done.stderr == "error: run: the validation data differs from what this run was started with\n"
 
 
+# `--from` a run or an exported model, and `--checkpoint a,b`
+
+
 SMALL = "--steps 1 --warmup-steps 0 --lr 1e-30 --device cpu --threads 1"  # the weights_of stay
 COMMANDS = {
     "translation": "train --train-source lines --train-target lines --valid-size 4 --test-size 4 --bleu-sentences 0",

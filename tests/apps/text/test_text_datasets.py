@@ -125,6 +125,9 @@ def test_an_interrupted_preparation_leaves_no_folder_and_may_be_repeated(multi30
     assert len(open_dataset(tmp_path / "to", "en", "de")[0]) == 30
 
 
+# Number words, by forms checked by hand
+
+
 ENGLISH = {
     **dict(enumerate(str.split("zero one two three four five six seven eight nine ten eleven twelve thirteen"))),
     14: "fourteen", 15: "fifteen", 16: "sixteen", 17: "seventeen", 18: "eighteen", 19: "nineteen", 20: "twenty",
@@ -201,6 +204,9 @@ def test_small_and_impossible_corpora():
 
 def test_examples_in_the_docstrings():
     assert doctest.testmod(embedded) == (0, 3)
+
+
+# Docstrings, each once and split by file
 
 
 SENTENCE = "This docstring number {} has more than the eight words that are needed."

@@ -181,6 +181,9 @@ def test_several_references_and_bootstrap_on_the_command_line(
     assert [row[2:4] for row in rows[1::2]] == [["p", "="]] * 3
 
 
+# BLEU by target language
+
+
 # Sentences whose last character is replaced in the translation; in zh and char, a character is a word.
 TEXTS = {
     "zh": "今天天气很好我们去公园散步吧",
@@ -262,6 +265,9 @@ def test_training_states_the_signature_beside_bleu(tmp_path: Path, capsys: pytes
     assert shown
     assert all(f"({record['bleu_signature']})" in line for line in shown)
     assert TranslationRun.open(tmp_path / "run").data == data
+
+
+# The demo, whole: what the README promises of it
 
 
 def check_ctranslate2(folder: Path) -> None:

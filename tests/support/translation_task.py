@@ -145,11 +145,11 @@ class TorchTwin(nn.Module):
         return F.cross_entropy(logits, target, ignore_index=PAD, label_smoothing=label_smoothing, reduction="sum")
 
 
-def reverse_batch(seed: int, sentences: int, longest: int = 7, vocabulary: int = 12) -> Batch:
+def reverse_batch(seed: int, sentences: int, longest: int = 7) -> Batch:
     """Translate a sentence into its reverse."""
     generator = torch.Generator().manual_seed(seed)
     lengths = torch.randint(1, longest + 1, (sentences,), generator=generator).tolist()
-    source = [random_ids(n, generator, vocabulary) for n in lengths]
+    source = [random_ids(n, generator, 12) for n in lengths]
     return pairs_batch(source, [ids[::-1] for ids in source])
 
 

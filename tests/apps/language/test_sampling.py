@@ -140,10 +140,10 @@ def test_streams_depend_on_seed_prompt_and_copy_alone():
     assert numbers([[2]], None) != numbers([[2]], None)
 
 
-def texts(model, prompts, options, context=6, **arguments):
+def texts(model, prompts, options, **arguments):
     """Ids that follow each prompt."""
     actual = [[] for _ in prompts]
-    for step in sample(model, prompts, options, context, RandomStreams(options.seed), **arguments):
+    for step in sample(model, prompts, options, 6, RandomStreams(options.seed), **arguments):
         for row, token in step:
             actual[row].append(token)
     return actual

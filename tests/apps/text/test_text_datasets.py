@@ -212,9 +212,9 @@ def test_examples_in_the_docstrings():
 SENTENCE = "This docstring number {} has more than the eight words that are needed."
 
 
-def write_package(folder: Path, files: int = 120) -> dict[str, Path]:
-    """One file a number, each with a module's, a class's, a method's and a nested function's docstring."""
-    for i in range(files):
+def write_package(folder: Path) -> dict[str, Path]:
+    """One file for each of 120 numbers, each with a module's, a class's, a method's and a nested function's docstring."""
+    for i in range(120):
         (folder / f"m{i}.py").write_text(
             f'"""{SENTENCE.format(f"{i}-module")}"""\n'
             "raise RuntimeError('imported')\n"

@@ -233,7 +233,7 @@ def test_the_schedule_reaches_its_end_with_the_budget(tmp_path):
     for name, budget in [("steps", {"steps": 21}), ("epochs", {"steps": None, "epochs": 3})]:
         settings = config(schedule="linear", warmup_steps=0, log_every=1, validate_every=50, **budget)
         trainer(tmp_path / name, settings).fit()
-        rates = [r["lr"] for r in read_metrics(tmp_path / name) if r["kind"] == "train"]
+        rates = [r["lr"] for r in records(tmp_path / name)]
         assert rates == pytest.approx([0.01 * (1 - step / 21) for step in range(21)])
 
 
@@ -253,7 +253,7 @@ def test_plain_progress_shows_loss_speed_time_left_and_validations_by_time(tmp_p
     assert "perplexity" in validations[0]
     assert sum(line.startswith("mean of training: epoch ") for line in lines) == 2
     assert lines[-1] == "ended at step 20: steps"
-    assert not [record for record in read_metrics(tmp_path) if record["kind"] == "train"]
+    assert not records(tmp_path)
 
 
 def test_the_mean_of_an_epoch_is_over_all_its_tokens(tmp_path):
@@ -312,8 +312,8 @@ def weights(folder: Path, step: int) -> dict[str, Tensor]:
     return Checkpoint.open(folder / "checkpoints" / f"step-{step}").weights()
 
 
-def records(folder: Path, kind: str = "train") -> list[dict[str, Any]]:
-    return [record for record in read_metrics(folder) if record["kind"] == kind]
+def records(folder: Path) -> list[dict[str, Any]]:
+    return [record for record in read_metrics(folder) if record["kind"] == "train"]
 
 
 def test_it_learns_what_fp32_learns_in_fp16(tmp_path: Path) -> None:

@@ -1,12 +1,17 @@
-"""What tests of the benchmarks' commands share."""
+"""What tests of the benchmarks share: commands in processes of their own, and races without pytest-benchmark."""
 
 import importlib.util
 import subprocess
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+import torch
 
+from benchmarks.harness.clock import Ceilings, Stopwatch
 from benchmarks.harness.environment import COMMIT
+from benchmarks.harness.race import Race
+from benchmarks.harness.record import Record
 from tests.support.python import ROOT, python
 
 FAULTS = ROOT / "tests" / "benchmarks"  # where the package codegen_faults is
@@ -17,6 +22,29 @@ needs_triton = pytest.mark.skipif(TRITON is None, reason="needs Triton")
 def run(*arguments: str, path: Path = FAULTS, **given: str) -> subprocess.CompletedProcess[str]:
     """Run `python -m benchmarks.codegen` with the variable of the interpreter: it must compile all the same."""
     return python("-m", "benchmarks.codegen", *arguments, paths=(path,), TRITON_INTERPRET="1", **given)
+
+
+CPU = torch.device("cpu")
+
+
+def make_race(record=None, *, tiny=True):
+    """Return a race on a CPU."""
+
+    def pedantic(run, setup, rounds, iterations):
+        for _ in range(rounds):
+            setup()
+            run()
+
+    watch = Stopwatch(CPU)
+    name = "benchmarks/bench_thing.py::bench_thing"
+    benchmark = SimpleNamespace(fullname=name, extra_info={}, pedantic=pedantic)
+    ceilings = Ceilings(watch)
+    ceilings.rates = {"matmul_float32": 1e9, "copy": 1e9}
+    return Race(benchmark, watch, ceilings, record or Record({}), tiny=tiny)
+
+
+def broken(*arguments, **keywords):
+    raise RuntimeError("no kernel image\nmore")
 
 
 @pytest.fixture(scope="session")

@@ -27,7 +27,7 @@ from fastformer import functional
 from fastformer.apps.text import EncodedPairs, Sequences, SpecialIds
 from fastformer.apps.translation.model import TranslationConfig
 from fastformer.host.cuda_graphs import Recorded
-from tests.benchmarks.races import CPU, make_race
+from tests.benchmarks.conftest import CPU, make_race
 from tests.support.closeness import assert_close
 
 

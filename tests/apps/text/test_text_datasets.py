@@ -213,7 +213,7 @@ SENTENCE = "This docstring number {} has more than the eight words that are need
 
 
 def write_package(folder: Path) -> dict[str, Path]:
-    """One file for each of 120 numbers, each with a module's, a class's, a method's and a nested function's docstring."""
+    """One file for each of 120 numbers, with a module's, a class's, a method's and a nested function's docstring."""
     for i in range(120):
         (folder / f"m{i}.py").write_text(
             f'"""{SENTENCE.format(f"{i}-module")}"""\n'

@@ -1,4 +1,4 @@
-"""Run folders that several files of tests read and do not change, and a stand-in for CUDA graphs of decoding."""
+"""Run folders that several files of tests read and do not change."""
 
 from pathlib import Path
 
@@ -7,11 +7,9 @@ import torch
 
 from fastformer.apps.classification import ClassifierConfig, SequenceClassifier
 from fastformer.apps.language import LanguageConfig, LanguageModel
-from fastformer.apps.models import decoding
 from fastformer.apps.text import WordTokenizer
 from fastformer.apps.translation import TranslationConfig, TranslationModel
 from tests.support.command_line import save_run
-from tests.support.recorded_steps import TapeRecorder, taped
 
 LINES = [" ".join(f"w{(i * k) % 7}" for k in range(1, 2 + i % 5)) for i in range(40)]
 
@@ -32,9 +30,3 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     save_run(folder / "classification", SequenceClassifier(classifier), tokenizer, labels=labels, max_length=9)
     (folder / "lines").write_text("".join(f"{line}\n" for line in LINES))
     return folder
-
-
-@pytest.fixture
-def tape(monkeypatch: pytest.MonkeyPatch) -> TapeRecorder:
-    """Let loops of decoding replay a tape on a CPU, where they may use CUDA graphs."""
-    return taped(monkeypatch, decoding)

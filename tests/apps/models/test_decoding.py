@@ -19,10 +19,16 @@ from tests.apps.language.test_sampling import PROMPTS, eager_model, texts
 from tests.apps.language.test_window import VARIANTS, random_tokens
 from tests.support import language_task, translation_task
 from tests.support.fused_op import poisoned
-from tests.support.recorded_steps import steps_of_both
+from tests.support.recorded_steps import steps_of_both, taped
 from tests.support.uncached_search import RAGGED, cached_decoder, sources
 
 LENGTH = 9
+
+
+@pytest.fixture
+def tape(monkeypatch):
+    """Let loops of decoding replay a tape on a CPU, where they may use CUDA graphs."""
+    return taped(monkeypatch, decoding)
 
 
 def language(tape):

@@ -63,18 +63,22 @@ def test_what_a_run_keeps_is_refused_by_name_and_nothing_is_written(
     assert {path: path.stat().st_mtime_ns for path in files} == before
 
 
-def test_a_resumed_run_whose_checkpoint_is_damaged_keeps_its_settings(short_run: Path) -> None:
-    before = (short_run / "run" / "config.toml").read_bytes()
-    weights = {path: path.read_bytes() for path in (short_run / "run" / "checkpoints").rglob("model.safetensors")}
+@pytest.mark.parametrize(
+    ("names", "kept"), [("checkpoints/*/model.safetensors", slice(-3)), ("metrics.jsonl", slice(3, None))]
+)
+def test_a_resumed_run_with_a_damaged_file_keeps_its_settings(folder: Path, names: str, kept: slice) -> None:
+    before = (folder / "run" / "config.toml").read_bytes()
+    contents = {path: path.read_bytes() for path in (folder / "run").glob(names)}
     try:
-        for path in weights:
-            path.write_bytes(weights[path][:-3])
-        done = resume(short_run, "--steps 70")
+        for path, content in contents.items():
+            path.write_bytes(content[kept])
+        done = resume(folder, "--steps 70")
     finally:
-        for path, content in weights.items():
+        for path, content in contents.items():
             path.write_bytes(content)
     assert done.returncode == 2
-    assert (short_run / "run" / "config.toml").read_bytes() == before
+    assert contents
+    assert (folder / "run" / "config.toml").read_bytes() == before
 
 
 LABELLED = [

@@ -10,11 +10,13 @@ from functools import cache
 from importlib import import_module
 from io import StringIO
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from _pytest.mark.expression import Expression
 
 from benchmarks import lane
+from benchmarks.conftest import pytest_configure
 from benchmarks.lane import ROOT, run_command
 from tests.support.processes import ends
 from tests.support.python import python
@@ -95,6 +97,15 @@ def test_every_test_that_needs_a_gpu_is_run(tmp_path):
 
 
 # The commands of GPU_TODO.md
+
+
+def test_results_without_a_commit_are_refused_before_anything_runs(monkeypatch, capsys):
+    monkeypatch.setenv("FASTFORMER_COMMIT", "")
+    with pytest.raises(SystemExit):
+        lane.main(["--only", "ops"])
+    assert "FASTFORMER_COMMIT: the commit is ''" in capsys.readouterr().err
+    with pytest.raises(pytest.UsageError, match="FASTFORMER_COMMIT: the commit is ''"):
+        pytest_configure(SimpleNamespace(getoption={"--record": "run.jsonl"}.get))
 
 
 TEXT = (ROOT / "benchmarks" / "GPU_TODO.md").read_text(encoding="utf-8")

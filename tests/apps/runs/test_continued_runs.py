@@ -66,19 +66,19 @@ def test_what_a_run_keeps_is_refused_by_name_and_nothing_is_written(
 @pytest.mark.parametrize(
     ("names", "kept"), [("checkpoints/*/model.safetensors", slice(-3)), ("metrics.jsonl", slice(3, None))]
 )
-def test_a_resumed_run_with_a_damaged_file_keeps_its_settings(folder: Path, names: str, kept: slice) -> None:
-    before = (folder / "run" / "config.toml").read_bytes()
-    contents = {path: path.read_bytes() for path in (folder / "run").glob(names)}
+def test_a_resumed_run_with_a_damaged_file_keeps_its_settings(short_run: Path, names: str, kept: slice) -> None:
+    before = (short_run / "run" / "config.toml").read_bytes()
+    contents = {path: path.read_bytes() for path in (short_run / "run").glob(names)}
     try:
         for path, content in contents.items():
             path.write_bytes(content[kept])
-        done = resume(folder, "--steps 70")
+        done = resume(short_run, "--steps 70")
     finally:
         for path, content in contents.items():
             path.write_bytes(content)
     assert done.returncode == 2
     assert contents
-    assert (folder / "run" / "config.toml").read_bytes() == before
+    assert (short_run / "run" / "config.toml").read_bytes() == before
 
 
 LABELLED = [

@@ -4,7 +4,8 @@ Masks as in translation: padding on the source, causal and padding on the target
 forward pass under no_grad, where torch has its fast path; "train" is forward and backward with dropout 0.1. This
 compares the modules alone, both doing the work on padding; the gain from leaving it out is in bench_training_step.
 
-`bench_one_sentence`, on a CPU: one sentence without padding, so short that a module's checks take a visible share.
+On a CPU, `bench_one_sentence` has one sentence without padding, so short that a module's checks take a visible share,
+and `bench_few_sentences` has four that are padded to 16 tokens.
 """
 
 from collections.abc import Callable
@@ -91,6 +92,15 @@ def bench_module(race: Race, size: str, case: str, mode: str) -> None:
 def bench_one_sentence(race: Race, size: str, case: str, tokens: int, mode: str) -> None:
     source, target = torch.randn(2, 1, tokens, WIDTH)
     _race(race, f"{case}, {tokens} tokens", case, Input(source, target, None, None), mode, goal=0.97)
+
+
+@pytest.mark.cpu
+@pytest.mark.parametrize("mode", ["eval", "train"])
+@pytest.mark.parametrize(("size", "case"), [("usual", case) for case in CASES if case != "LayerNorm"])
+def bench_few_sentences(race: Race, size: str, case: str, mode: str) -> None:
+    source, target = torch.randn(2, 4, 16, WIDTH)
+    padding = padding_of(torch.tensor([16, 12, 9, 11]), race.device)
+    _race(race, f"{case}, 4 x 16 tokens, padded", case, Input(source, target, padding, padding), mode, goal=0.95)
 
 
 def _race(race: Race, label: str, case: str, x: Input, mode: str, goal: float) -> None:

@@ -29,7 +29,7 @@ from fastformer.nn.inspection import (
     is_unmodified,
 )
 from fastformer.nn.layers import DeferredResidual, TransformerDecoderLayer, TransformerEncoderLayer
-from fastformer.nn.modules import NORMS
+from fastformer.nn.modules import NORMS, runs_as_torch
 from fastformer.nn.packed_input import (
     Masks,
     PackedInput,
@@ -44,6 +44,7 @@ from fastformer.nn.packed_input import (
 from fastformer.packing import Layout, pack, unpack
 
 _LAYERS = (TransformerEncoderLayer, TransformerDecoderLayer)
+_MOST_WASTED = 1 << 21  # padded tokens * D^2 whose products take as long as packing, measured on a CPU
 
 
 class Stack(nn.Module):
@@ -100,7 +101,9 @@ class Stack(nn.Module):
         """
         inspection = inspect_stack(self)
         free = self.padding_free if padding_free is None else padding_free
-        inputs = None if need_weights else self._pack(inspection, free, [x, memory][: len(masks)], masks)
+        inputs: Any = [x, memory][: len(masks)]
+        few = free and not need_weights and inspection.obstacle is None and self._costs_less_padded(inputs, masks)
+        inputs = None if need_weights or few else self._pack(inspection, free, inputs, masks)
         if inputs is not None:
             own, length = masks[0], inputs[0].layout.columns
             causal = is_causal_mask(own.mask, bool(own.is_causal), length)
@@ -114,9 +117,12 @@ class Stack(nn.Module):
             return compiled.run(x, memory, masks, padding_free, need_weights)
         batch_first = inspection.batch_first
         hidden = [m.padding if free else None for m in masks]
-        x = finite_padding(x, hidden[0], batch_first)
-        memory = finite_padding(memory, hidden[-1], batch_first)
-        own = masks[0]._replace(is_causal=masks[0].is_causal is True)
+        clean = zero_padding if few else finite_padding
+        x, memory = clean(x, hidden[0], batch_first), clean(memory, hidden[-1], batch_first)
+        causal = masks[0].is_causal is True
+        if few:
+            causal = is_causal_mask(masks[0].mask, causal, x.shape[1 if batch_first and x.dim() == 3 else 0])
+        own = masks[0]._replace(is_causal=causal)
         if need_weights:
             x, *weights = self._run_with_weights(x, memory, (own, *masks[1:]))
             return zero_padding(x, hidden[0], batch_first), *weights
@@ -158,6 +164,18 @@ class Stack(nn.Module):
             return None if packed is None else [packed]
         fits = packed.layout.batch == memory.layout.batch and packed[2:] == memory[2:]
         return [packed, memory] if fits else None
+
+    def _costs_less_padded(self, inputs: list[Tensor], masks: Sequence[Masks]) -> bool:
+        """Return whether few tokens take less time with their padding, in inference on a CPU.
+
+        False in training, where a checkpoint computes the layers without gradients first, and then again with them.
+        """
+        if self.training or self._compiled() is not None or not all(map(runs_as_torch, inputs)):
+            return False
+        paddings = [m.padding for m in masks if m.padding is not None]
+        if any(type(p) is not Tensor or p.dtype != torch.bool or not p.is_cpu for p in paddings):
+            return False
+        return sum(int(p.sum()) for p in paddings) * inputs[0].shape[-1] ** 2 <= _MOST_WASTED
 
     def _run_layer(self, layer: Callable[..., Tensor], *arguments: Any, **options: Any) -> Tensor:
         """Call a layer, with activation checkpointing if `checkpoint_activations` is set."""

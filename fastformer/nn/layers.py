@@ -19,7 +19,16 @@ from fastformer import functional
 from fastformer.host.devices import autocasts, check_types, product_dtype
 from fastformer.nn.activations import as_function, is_gated
 from fastformer.nn.inspection import is_unmodified, unmodified_children
-from fastformer.nn.modules import NORMS, activation_name, drop_in, make_norm, runs_as_torch, take_over_children
+from fastformer.nn.modules import (
+    KEY_PADDING,
+    NORMS,
+    activation_name,
+    drop_in,
+    make_norm,
+    runs_as_torch,
+    take_over_children,
+    torch_takes_padding,
+)
 from fastformer.nn.multihead_attention import MultiheadAttention
 from fastformer.nn.options import LayerOptions, attention_options, check_options
 from fastformer.nn.packed_input import Masks
@@ -282,9 +291,9 @@ class TransformerEncoderLayer(_Layer, nn.TransformerEncoderLayer):
             return run(self, src)  # type: ignore[no-any-return]
         check_types(("src",), src)
         check_types(("src_mask", "src_key_padding_mask"), src_mask, src_key_padding_mask, optional=True)
-        no_masks = src_mask is None and src_key_padding_mask is None and not is_causal
-        if no_masks and runs_as_torch(src):
-            out = self._run_torchs_op(src)
+        sees_all = src_mask is None and not is_causal  # but padding
+        if sees_all and runs_as_torch(src) and torch_takes_padding(src, src_key_padding_mask):
+            out = self._run_torchs_op(src, src_key_padding_mask)
             if out is not None:
                 return out
         if not self.runs_packed or src.is_nested or not is_unmodified(self.self_attn, MultiheadAttention):
@@ -292,7 +301,7 @@ class TransformerEncoderLayer(_Layer, nn.TransformerEncoderLayer):
         masks = (Masks(src_mask, src_key_padding_mask, is_causal),)
         return self.compose(src, *self.padded_attentions(None, masks))
 
-    def _run_torchs_op(self, src: Tensor) -> Tensor | None:
+    def _run_torchs_op(self, src: Tensor, padding: Tensor | None) -> Tensor | None:
         """Run torch's op for a whole layer on few tokens `[B, S, D]`; return None if it does not compute this layer."""
         attention, activation, modules = self.self_attn, self.activation_relu_or_gelu, self._modules
         if src.dim() != 3 or not activation or not attention.batch_first or attention.num_heads % 2:
@@ -304,10 +313,9 @@ class TransformerEncoderLayer(_Layer, nn.TransformerEncoderLayer):
         others: Any = [x for m in (*norms, modules["linear1"], modules["linear2"]) for x in (m.weight, m.bias)]
         if any(type(x) is not nn.Parameter or x.dtype is not src.dtype for x in (*own, *others)):
             return None
-        sizes = attention.embed_dim, attention.num_heads
-        return torch._transformer_encoder_layer_fwd(
-            src, *sizes, *own, activation == 2, self.norm_first, norms[0].eps, *others
-        )
+        settings = activation == 2, self.norm_first, norms[0].eps
+        arguments: Any = (attention.embed_dim, attention.num_heads, *own, *settings, *others, padding, KEY_PADDING)
+        return torch._transformer_encoder_layer_fwd(src, *arguments)
 
 
 @drop_in

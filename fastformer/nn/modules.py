@@ -26,6 +26,7 @@ from fastformer.nn.inspection import TOKEN_WISE, is_unmodified, unmodified_child
 from fastformer.settings import check_value
 
 _FEW_TOKENS = 256
+KEY_PADDING = 1  # `mask_type` of torch's fused ops
 _FEED_FORWARD: dict[str, tuple[type[nn.Module], ...]] = {
     "linear1": (nn.Linear,), "dropout": (nn.Dropout,), "linear2": (nn.Linear,),
 }  # fmt: skip
@@ -50,6 +51,19 @@ def runs_as_torch(x: Tensor) -> bool:
     if torch.is_grad_enabled() or not is_torchs(x, None) or x.is_nested:
         return False
     return 0 < x.numel() <= _FEW_TOKENS * x.shape[-1] and not (needs_dispatcher() or autocasts(x))
+
+
+def torch_takes_padding(x: Tensor, padding: Tensor | None) -> bool:
+    """Return whether torch's ops compute the same as fastformer's for x `[B, L, D]` with a key padding mask.
+
+    They do if each row has a key that is not hidden, and if no hidden value can overflow: weights of 0 do not hide NaN.
+    """
+    if padding is None:
+        return True
+    if type(padding) is not Tensor or padding.dtype != torch.bool or padding.shape != x.shape[:2] or not padding.is_cpu:
+        return False
+    hidden = int(padding.sum(1).max())
+    return hidden == 0 or (hidden < x.shape[1] and float(x.abs().max()) < torch.finfo(x.dtype).max ** 0.25)
 
 
 def take_over_children(module: nn.Module) -> None:

@@ -16,8 +16,8 @@ from fastformer import functional
 from fastformer.host.devices import check_tensors, check_types
 from fastformer.modes import compiling
 from fastformer.nn.inspection import has_own_hooks
-from fastformer.nn.modules import drop_in, runs_as_torch
-from fastformer.nn.packed_input import causal_mask
+from fastformer.nn.modules import KEY_PADDING, drop_in, runs_as_torch, torch_takes_padding
+from fastformer.nn.packed_input import Masks, causal_mask
 from fastformer.nn.projections import OUT_PROJECTIONS, Projections, check_attn_mask, op_masks
 from fastformer.nn.rotary import Positions
 from fastformer.packing import Layout, offsets_of, pack, unpack
@@ -53,8 +53,9 @@ class MultiheadAttention(Projections):
         `is_causal` states that attn_mask is the causal mask, which may then be omitted, unlike in torch. Without
         `need_weights`, no `[T, S]` matrix is stored.
         """
-        if key_padding_mask is None and key is value and runs_as_torch(query):
-            outputs = self._attend_by_torchs_ops(query, key, attn_mask, is_causal, need_weights, average_attn_weights)
+        if key is value and runs_as_torch(query):
+            masks = Masks(attn_mask, key_padding_mask, is_causal)
+            outputs = self._attend_by_torchs_ops(query, key, masks, need_weights, average_attn_weights)
             if outputs is not None:
                 return outputs
         check_tensors(("query", "key", "value"), query, (key, value))
@@ -183,26 +184,32 @@ class MultiheadAttention(Projections):
         return self.by_distance or self.has_sinks
 
     def _attend_by_torchs_ops(
-        self, query: Tensor, key: Tensor, attn_mask: Tensor | None, is_causal: bool, weights: bool, average: bool
+        self, query: Tensor, key: Tensor, masks: Masks, weights: bool, average: bool
     ) -> tuple[Tensor, Tensor | None] | None:
         """Attend by torch's ops alone, for few tokens in inference; return None if fastformer's op is needed."""
         D, fits = self.embed_dim, type(key) is Tensor and key.is_cpu and query.dim() == key.dim() == 3
-        hides = attn_mask is not None and not (is_causal and attn_mask.shape == (query.shape[-2], key.shape[-2]))
-        if not fits or hides or self.training or not self.batch_first or not self.is_torchs_formula():
+        mask, padding, causal = masks.mask, masks.padding, bool(masks.is_causal)
+        other_mask = mask is not None and not (causal and mask.shape == (query.shape[-2], key.shape[-2]))
+        if not fits or other_mask or self.training or not self.batch_first or not self.is_torchs_formula():
             return None
         if not query.shape[2] == key.shape[2] == D or query.shape[0] != key.shape[0] or not key.shape[1]:
             return None
+        if not torch_takes_padding(key, padding):
+            return None
         out_proj = self.out_proj
-        masked = is_causal or attn_mask is not None
-        if key is query and not masked and self.num_heads % 2 == 0 and self.in_proj_bias is not None:
+        if key is query and not causal and self.num_heads % 2 == 0 and self.in_proj_bias is not None:
             parameters = self.in_proj_weight, self.in_proj_bias, out_proj.weight, out_proj.bias
             return torch._native_multi_head_attention(
-                query, key, key, D, self.num_heads, *parameters, None, weights, average
+                query, key, key, D, self.num_heads, *parameters, padding, weights, average, KEY_PADDING
             )
         if weights:
             return None
+        if padding is not None and causal:
+            padding = padding[:, None] | causal_mask(query.shape[1], key.shape[1], padding.device)
         q, k, v = (x.transpose(1, 2) for x in self.project(query, key, key))
-        out = F.scaled_dot_product_attention(q, k, v, is_causal=masked).transpose(1, 2).flatten(2)
+        visible = None if padding is None else ~padding.view(len(key), 1, -1, key.shape[1])
+        out = F.scaled_dot_product_attention(q, k, v, visible, is_causal=causal and visible is None)
+        out = out.transpose(1, 2).flatten(2)
         return F.linear(out, out_proj.weight, out_proj.bias), None
 
     def is_torchs_formula(self) -> bool:

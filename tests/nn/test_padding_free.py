@@ -1,11 +1,13 @@
 """The drop-in stacks with padding: what real tokens get is torch's, padded rows are 0, and nothing works on padding."""
 
 import math
+from functools import partial
 
 import pytest
 import torch
 from torch import Tensor, nn
 
+import fastformer
 from fastformer import functional
 from fastformer.backend import backend, get_backend
 from fastformer.packing import Layout, from_nested, to_nested
@@ -246,3 +248,66 @@ def test_gradients_by_vmap_are_those_of_each_sequence():
     for b in range(B):
         alone = torch.func.grad(loss)(parameters, x[b], hidden[b])
         assert_close([together[name][b] for name in alone], list(alone.values()))
+
+
+def attend(model, x, padding, masks, need_weights=False):
+    causal = masks.get("is_causal", False)
+    outputs = model(x, x, x, padding, need_weights=need_weights, attn_mask=masks.get("mask"), is_causal=causal)
+    return torch.cat([out for out in outputs if out is not None], -1)
+
+
+FEW = {
+    "MultiheadAttention": attend,
+    "MultiheadAttention with weights": partial(attend, need_weights=True),
+    "TransformerEncoderLayer": lambda model, x, padding, masks: model(x, src_key_padding_mask=padding),
+    "TransformerEncoder": lambda model, x, padding, masks: model(x, src_key_padding_mask=padding, **masks),
+    "TransformerDecoder": lambda model, x, padding, masks: model(
+        x,
+        x.flip(1),
+        tgt_key_padding_mask=padding,
+        memory_key_padding_mask=padding.flip(1),
+        **{f"tgt_{name}": value for name, value in masks.items()},
+    ),
+}
+
+
+def few_model(kind, norm_first=False):
+    """Build a model in inference, with an even number of heads, as torch's fused op needs."""
+    if "Multihead" in kind:
+        return fastformer.MultiheadAttention(D, 2, batch_first=True, dtype=torch.float64).eval()
+    return twins(kind, nhead=2, norm_first=norm_first)[0].eval()
+
+
+@pytest.mark.parametrize("kind", FEW)
+@pytest.mark.parametrize("mask", ["none", "causal, additive", "causal, stated", "any"])
+@pytest.mark.parametrize(("padding", "norm_first"), [("right", True), ("left", False), ("gaps", True), ("none", False)])
+def test_few_tokens_in_inference_are_those_of_training(kind, mask, padding, norm_first):
+    """Also what a query without keys gets, in a layer or attention alone; what padding holds changes no real token."""
+    model, is_stack = few_model(kind, norm_first), kind in STACKS
+    hidden, masks = PADDING[padding][0], MASKS[mask]()
+    x = random(B, T, D).detach()
+    expected, outputs = FEW[kind](model, x, hidden, masks).detach(), []
+    for filling in (None, math.nan, math.inf, 1e300):
+        with torch.no_grad():
+            dirty = x if filling is None else x.masked_fill(hidden[..., None], filling)
+            outputs.append(FEW[kind](model, dirty, hidden, masks))
+    assert_close(outputs[0], expected)
+    for out in outputs[1:]:
+        if is_stack:
+            assert torch.equal(out, outputs[0])
+        assert_close(out[~hidden], expected[~hidden])
+
+
+@pytest.mark.parametrize(("kind", "mask"), [*((kind, "none") for kind in FEW), *((kind, "causal") for kind in STACKS)])
+def test_few_tokens_in_inference_run_by_torchs_ops(kind, mask, monkeypatch):
+    model, (hidden, _) = few_model(kind), PADDING["right"]
+    for name in ("attention", "attention_with_weights", "packed_attention"):
+        monkeypatch.delattr(functional, name)
+    with torch.no_grad():
+        FEW[kind](model, random(B, T, D).detach(), hidden, MASKS[mask]())
+
+
+@pytest.mark.parametrize("kind", FEW)
+def test_few_tokens_with_a_sequence_of_padding_alone_are_finite(kind):
+    with torch.no_grad():
+        assert FEW[kind](few_model(kind), random(B, T, D).detach(), right([5, 0, 3], T), {}).isfinite().all()

@@ -26,6 +26,7 @@ CHANGED = "nn/test_fast_path.py::test_a_layer_that_is_modified_between_two_steps
 PACKED = "nn/test_fast_path.py::test_packed_tokens_take_the_fast_path_with_the_same_bits"
 LEFT = "nn/test_fast_path.py::test_gradients_masks_modes_and_other_dtypes_leave_the_fast_path"
 UNFIT = "nn/test_fast_path.py::test_what_the_kernels_cannot_read_gives_what_compose_gives"
+FEW = "nn/test_padding_free.py::test_few_tokens_in_inference_are_those_of_training"
 ATTENTION = "nn/test_multihead_attention.py::"
 CHECKPOINTS = "apps/train/test_train_checkpoints.py::"
 ON_DISK = CHECKPOINTS + "test_every_file_is_on_the_disk_before_a_name_points_to_it"
@@ -90,6 +91,9 @@ ROWS: dict[str, list[tuple[str, str, str]]] = {
          "functional/test_backend.py::test_autocast_decides_by_the_dtype_that_it_computes_in"),
     ],
     "nn/modules": [
+        ("hidden < x.shape[1] and", "",
+         "nn/test_padding_free.py::test_few_tokens_with_a_sequence_of_padding_alone_are_finite"),
+        ("and float(x.abs().max()) < torch.finfo(x.dtype).max ** 0.25", "", FEW),
         ("if not isinstance(activation, nn.Module) or not is_unmodified(activation, nn.ReLU, nn.GELU):",
          "if not isinstance(activation, nn.ReLU | nn.GELU):",
          "nn/test_layers.py::test_every_setting_computes_what_torch_does"),
@@ -154,6 +158,8 @@ ROWS: dict[str, list[tuple[str, str, str]]] = {
          "functional/test_attention.py::test_a_causal_call_takes_any_scale"),
         ("k, v = _blank(reduce(torch.logical_and, real_keys), k, v)", "pass", BLANK),
         ("(q,) = _blank(", "(_,) = _blank(", BLANK),
+        ("        if math.isfinite(out.sum(dtype=torch.float32).item()):\n            return out\n    return attention",
+         "        return out\n    return attention", FEW),
         ("mask = rules.mask[(None,) * (4 - rules.mask.dim())]", "mask = rules.mask", VALUES),
         ("if end - first == end_key - first_key", "if True", VALUES),
         ("for length in (first, T - end)", "for length in (T - end, first)", SDPA),
@@ -299,7 +305,10 @@ ROWS: dict[str, list[tuple[str, str, str]]] = {
         ("if inspection.obstacle is not None or not (free and has_padding):", "if not (free and has_padding):",
          OBSTACLE),
         ("memory = memory.unpack() if isinstance(memory, PackedInput) else memory", "pass", CALLED),
-        ("own = masks[0]._replace(is_causal=masks[0].is_causal is True)", "own = masks[0]", CALLED),
+        ("causal = masks[0].is_causal is True", "causal = masks[0].is_causal", CALLED),
+        ("clean = zero_padding if few else finite_padding", "clean = finite_padding", FEW),
+        ("if self.training or self._compiled() is not None", "if self._compiled() is not None",
+         "nn/test_module_protocols.py::test_checkpointing_recomputes_the_same_bits"),
         ('if cache.stack_id != self.__dict__.get("_stack_id"):', "if False:",
          "nn/test_cache.py::test_the_cache_of_another_stack_of_the_same_shape_is_refused"),
     ],

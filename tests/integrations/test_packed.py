@@ -11,7 +11,7 @@ pytest.importorskip("transformers")
 from torch import Tensor, nn
 from transformers import BertConfig, BertModel, DynamicCache, EncoderDecoderCache
 
-from fastformer.integrations.transformers import padding_free
+from fastformer.integrations.transformers import entry, padding_free
 from fastformer.nn.inspection import TOKEN_WISE
 from tests.integrations.small_configs import LENGTH, VOCABULARY, build, small
 from tests.integrations.tiny_transformers import (
@@ -96,6 +96,30 @@ def test_states_of_padding_are_zero_and_a_pooler_reads_padded_states(packed_call
     assert not out.last_hidden_state[~inputs["attention_mask"].bool()].any()
     assert_close(out.pooler_output[1], torch.tanh(model.pooler.dense.bias))  # its first column is padding
     assert len(packed_calls) == 2
+
+
+@pytest.mark.parametrize("side", ["right", "left", "gaps"])
+@pytest.mark.parametrize("name", MODELS)
+def test_few_tokens_in_inference_run_padded_and_give_the_same(name, side, packed_calls, monkeypatch):
+    """With zeros at padding, in all hidden states and as a tuple, too."""
+    model, inputs = both_ways(name)[1], pairs(name, side)
+    forms: list[dict[str, Any]] = [{"output_hidden_states": True}, {"return_dict": False}]
+    with torch.no_grad():
+        expected = [model(**inputs, **form) for form in forms]
+        calls = len(packed_calls)
+        monkeypatch.setattr(entry, "_MOST_WASTED", 1 << 20)
+        actual = [model(**inputs, **form) for form in forms]
+    assert len(packed_calls) == calls
+    assert_close(actual[0].loss, expected[0].loss, ROUNDINGS)
+    states = "decoder_hidden_states" if MODELS[name] is PAIRS else "hidden_states"
+    real = inputs["decoder_attention_mask" if MODELS[name] is PAIRS else "attention_mask"].bool()
+    for one, other in zip(actual[0][states], expected[0][states], strict=True):
+        assert not one[~real].any()
+        assert_close(one[real], other[real], ROUNDINGS)
+    assert type(actual[1]) is tuple
+    assert_close(actual[1][0], expected[1][0], ROUNDINGS)
+    model(**inputs)  # with gradients, packed
+    assert len(packed_calls) > calls or not calls
 
 
 def test_a_source_is_padded_and_a_target_is_not(packed_calls):

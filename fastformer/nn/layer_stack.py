@@ -102,8 +102,9 @@ class Stack(nn.Module):
         inspection = inspect_stack(self)
         free = self.padding_free if padding_free is None else padding_free
         inputs: Any = [x, memory][: len(masks)]
-        few = free and not need_weights and inspection.obstacle is None and self._costs_less_padded(inputs, masks)
-        inputs = None if need_weights or few else self._pack(inspection, free, inputs, masks)
+        may_pack = free and not need_weights and inspection.obstacle is None
+        keeps_padding = may_pack and self._costs_less_padded(inputs, masks)
+        inputs = None if need_weights or keeps_padding else self._pack(inspection, free, inputs, masks)
         if inputs is not None:
             own, length = masks[0], inputs[0].layout.columns
             causal = is_causal_mask(own.mask, bool(own.is_causal), length)
@@ -117,10 +118,10 @@ class Stack(nn.Module):
             return compiled.run(x, memory, masks, padding_free, need_weights)
         batch_first = inspection.batch_first
         hidden = [m.padding if free else None for m in masks]
-        clean = zero_padding if few else finite_padding
+        clean = zero_padding if keeps_padding else finite_padding
         x, memory = clean(x, hidden[0], batch_first), clean(memory, hidden[-1], batch_first)
         causal = masks[0].is_causal is True
-        if few:
+        if keeps_padding:
             causal = is_causal_mask(masks[0].mask, causal, x.shape[1 if batch_first and x.dim() == 3 else 0])
         own = masks[0]._replace(is_causal=causal)
         if need_weights:

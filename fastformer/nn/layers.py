@@ -291,8 +291,8 @@ class TransformerEncoderLayer(_Layer, nn.TransformerEncoderLayer):
             return run(self, src)  # type: ignore[no-any-return]
         check_types(("src",), src)
         check_types(("src_mask", "src_key_padding_mask"), src_mask, src_key_padding_mask, optional=True)
-        sees_all = src_mask is None and not is_causal  # but padding
-        if sees_all and runs_as_torch(src) and torch_takes_padding(src, src_key_padding_mask):
+        no_mask = src_mask is None and not is_causal
+        if no_mask and runs_as_torch(src) and torch_takes_padding(src, src_key_padding_mask):
             out = self._run_torchs_op(src, src_key_padding_mask)
             if out is not None:
                 return out

@@ -101,10 +101,10 @@ class Stack(nn.Module):
         """
         inspection = inspect_stack(self)
         free = self.padding_free if padding_free is None else padding_free
-        inputs: Any = [x, memory][: len(masks)]
+        sources: list[Any] = [x, memory][: len(masks)]
         may_pack = free and not need_weights and inspection.obstacle is None
-        keeps_padding = may_pack and self._costs_less_padded(inputs, masks)
-        inputs = None if need_weights or keeps_padding else self._pack(inspection, free, inputs, masks)
+        keeps_padding = may_pack and self._costs_less_padded(sources, masks)
+        inputs = None if need_weights or keeps_padding else self._pack(inspection, free, sources, masks)
         if inputs is not None:
             own, length = masks[0], inputs[0].layout.columns
             causal = is_causal_mask(own.mask, bool(own.is_causal), length)

@@ -207,6 +207,19 @@ def test_a_stack_compiled_by_inductor_equals_eager():
     assert_same(*outputs, [x, *stack.parameters()], [x, *eager.parameters()])
 
 
+def test_added_tokens_of_a_bucket_change_no_bit():
+    x, hidden = batch(9, 20)
+    layout, stack = Layout.from_mask(hidden), encoder()
+    results = []
+    for scale in (1.0, 1e3):
+        ((tokens, filled_layout),) = compiled_stack.fill_bucket([(x[~hidden], layout)])
+        assert len(tokens) > layout.total
+        tokens = torch.cat([tokens[: layout.total], tokens[layout.total :] * scale])
+        out = stack.packed(tokens, filled_layout)[: layout.total]
+        results.append([out, *gradients(out, [x, *stack.parameters()])])
+    assert all(torch.equal(*pair) for pair in zip(*results, strict=True))
+
+
 def test_a_graph_of_a_bucket_runs_on_the_memory_of_its_first_batch(compilations):
     """As CUDA graphs do: inputs of constant sizes on one device are copied to fixed addresses, and nothing is read."""
 

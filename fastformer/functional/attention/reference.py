@@ -8,9 +8,11 @@ Letters: B batch, H heads, T queries, S keys, L positions, K head size.
 """
 
 import math
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from functools import reduce
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -49,27 +51,28 @@ def attention(q: Tensor, k: Tensor, v: Tensor, rules: AttentionRules) -> Tensor:
     if spans is not None:  # the spans leave out all padding except the mask's
         q, k, v = blank_padding(q, k, v, replace(rules, query_lengths=None, key_lengths=None, key_mask=None))
         return attend_in_spans(q, k, v, rules, spans)
-    if _shows_overflow(q, rules):
-        out = attention_over_zeros(q, k, v, rules)
-        if math.isfinite(out.sum(dtype=torch.float32).item()):
-            return out
-    return attention_over_zeros(*blank_padding(q, k, v, rules), rules)
+    return _without_padding(attention_over_zeros, q, k, v, rules)  # type: ignore[no-any-return]
 
 
-def _shows_overflow(q: Tensor, rules: AttentionRules) -> bool:
-    """Return whether the result alone shows that a hidden value is NaN or overflows: weights of 0 turn it into NaN.
+def _without_padding(compute: Callable[..., Any], q: Tensor, k: Tensor, v: Tensor, rules: AttentionRules) -> Any:
+    """Return compute(q, k, v, rules), an output or several, such that no value in padding changes it.
 
-    It does in inference; gradients have other products. Looking at the result takes a tenth of the time of looking at
-    k and v. With dropout, computing again would draw other numbers.
+    In inference on a CPU, the output alone shows that a hidden value is NaN or overflows: its weight of 0 makes NaN of
+    it. Checking the output takes less time than checking k and v. Gradients have other products, and with dropout a
+    second call would draw other numbers.
     """
     hiding = rules.mask, rules.query_lengths, rules.key_lengths, rules.key_mask
-    if torch.is_grad_enabled() or rules.dropout_p > 0.0 or all(x is None for x in hiding):
-        return False
-    return readable(q)
+    hides = any(x is not None for x in hiding)
+    if hides and not torch.is_grad_enabled() and rules.dropout_p == 0.0 and readable(q):
+        outputs = compute(q, k, v, rules)
+        out = outputs if isinstance(outputs, Tensor) else outputs[0]
+        if math.isfinite(out.sum(dtype=torch.float32).item()):
+            return outputs
+    return compute(*blank_padding(q, k, v, rules), rules)
 
 
 def attention_over_zeros(q: Tensor, k: Tensor, v: Tensor, rules: AttentionRules) -> Tensor:
-    """Compute `attention` of tensors whose padding is zero; values in padding are not checked."""
+    """Compute `attention` without checking values in padding, where NaN would spread."""
     if k.shape[-2] == 0:  # nothing to attend to
         k, v = repeat_heads(k, q.shape[1]), repeat_heads(v, q.shape[1])
         return torch.matmul(torch.matmul(q, k.transpose(-1, -2)), v)  # zeros, with gradients
@@ -126,11 +129,7 @@ def _trains_mask_alone(q: Tensor, k: Tensor, v: Tensor, rules: AttentionRules) -
 
 def attention_with_weights(q: Tensor, k: Tensor, v: Tensor, rules: AttentionRules) -> tuple[Tensor, Tensor]:
     """Compute `attention` and the weights `[B, H, T, S]` that it applied (after dropout, as torch returns them)."""
-    if _shows_overflow(q, rules):
-        out, weights = _apply_weights(q, k, v, rules)
-        if math.isfinite(out.sum(dtype=torch.float32).item()):
-            return out, weights
-    return _apply_weights(*blank_padding(q, k, v, rules), rules)
+    return _without_padding(_apply_weights, q, k, v, rules)  # type: ignore[no-any-return]
 
 
 def _apply_weights(q: Tensor, k: Tensor, v: Tensor, rules: AttentionRules) -> tuple[Tensor, Tensor]:

@@ -22,6 +22,7 @@ from transformers.utils.output_capturing import CompileableContextVar, _active_c
 
 from fastformer.modes import compiling, has_values
 from fastformer.nn.inspection import HOOKS, has_global_hooks, has_own_hooks, mixing_reason
+from fastformer.nn.packed_input import zero_padding
 from fastformer.packing import Layout, pack, unpack
 
 NAME = "fastformer"  # of the attention implementation
@@ -245,10 +246,15 @@ def _run(model: Any, inner: Any, names: tuple[str, ...], batch: Packed) -> Any:
     """Run a model's own forward on one row, and pad its outputs."""
     arguments, rows = batch.arguments, batch.sequences
     as_tuple = arguments.get("return_dict", getattr(model.config, "return_dict", True)) is False
+    arguments = {**arguments, "return_dict": True} if as_tuple else arguments
     if _costs_less_padded(model, rows):
-        output = inner(**{**arguments, **({"return_dict": True} if as_tuple else {})})
+        output = inner(**arguments)
         for name in output.keys() & {"last_hidden_state", "hidden_states"}:
-            output[name] = _zeroed(output[name], ~rows.mask()[..., None])
+            x, hidden = output[name], ~rows.mask()
+            if isinstance(x, tuple):
+                output[name] = tuple(zero_padding(each, hidden, True) for each in x)
+            else:
+                output[name] = zero_padding(x, hidden, True)
         return output.to_tuple() if as_tuple else output
     row = {name: to_tokens(x, rows) if name in BY_TOKEN and x is not None else x for name, x in arguments.items()}
     row["attention_mask"] = rows.origin.new_ones(1, rows.total)
@@ -263,8 +269,6 @@ def _run(model: Any, inner: Any, names: tuple[str, ...], batch: Packed) -> Any:
     if cache is not None:
         has_memory = isinstance(cache, EncoderDecoderCache)
         row["past_key_values"] = EncoderDecoderCache(DynamicCache(), DynamicCache()) if has_memory else DynamicCache()
-    if as_tuple:
-        row["return_dict"] = True
     output = _inside(batch, inner, **row)
     for name, x in output.items():
         if name == "pooler_output" and x is not None:
@@ -282,13 +286,6 @@ def _costs_less_padded(model: Any, rows: Layout) -> bool:
     if torch.is_grad_enabled() or model.training or not rows.offsets.is_cpu or not isinstance(width, int):
         return False
     return (rows.batch * rows.columns - rows.total) * width**2 <= _MOST_WASTED
-
-
-def _zeroed(x: Any, hidden: Tensor) -> Any:
-    """Set the padded rows of an output, or of a tuple of outputs, to 0."""
-    if isinstance(x, tuple):
-        return tuple(_zeroed(each, hidden) for each in x)
-    return x.masked_fill(hidden, 0.0) if isinstance(x, Tensor) else x
 
 
 def _padded(x: Any, rows: Layout) -> Any:

@@ -102,6 +102,14 @@ def test_a_vocabulary_too_large_is_clamped_with_one_warning(model_type, caplog, 
     assert capfd.readouterr() == ("", "")  # sentencepiece's own log is silent
 
 
+def test_only_the_given_lines_are_seen():
+    """A tutorial trained its tokenizers on validation data too: a character that only occurs there must be unknown."""
+    training, validation = ["the cat sat", "the dog ran"] * 4, "the žebra ran"
+    for tokenizer in (learn("char", training, 20), learn("punctuation", training)):
+        assert tokenizer.unk_id in tokenizer.encode(validation)
+        assert tokenizer.unk_id not in tokenizer.encode("the cat ran")
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [

@@ -120,6 +120,28 @@ def test_walkthrough():
     assert_close(logits(ours, source, target, (~padding(mask)).sum(-1)), expected)
 
 
+@pytest.mark.parametrize("deviation", [0.25, 0.5, 1.0, 2.0, 8.0])
+@torch.no_grad()
+def test_what_epsilon_does_to_a_row(deviation):
+    """The table of the walk-through; what rounding adds is 100 roundings at most, as everywhere."""
+
+    def relative(norm_eps):
+        """How much smaller or larger a row of this (biased) deviation comes out of our norm than out of theirs."""
+        x = torch.randn(64, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+        x = (x - x.mean()) / x.std(correction=0) * deviation
+        norm = fastformer.LayerNorm(64, eps=norm_eps).double()
+        norm.weight.fill_((63 / 64) ** 0.5)
+        return float((norm(x) / UnbiasedNorm(64, 1e-6).double()(x) - 1).abs().max())
+
+    e, s, rounding = 1e-6 * (63 / 64) ** 0.5, deviation, 100 * torch.finfo(torch.float64).eps
+    second = 4 * (e / s) ** 2 / min(s, 1) ** 2  # what the first order leaves out: squares of e/s and e/s²
+    assert relative(1e-12) == pytest.approx(e / s, abs=second + 1e-12 / s**2 + rounding)
+    assert relative(2 * e + e * e) == pytest.approx(e * abs(1 / s - 1 / s**2), abs=second + rounding)
+    assert relative(1e-5) <= 5e-6 / s**2 + second + rounding
+    if s >= 1:
+        assert relative(2e-6) <= e / 4 + 2e-6 * (1 - (63 / 64) ** 0.5) + second + rounding
+
+
 class Columns(nn.Module):
     """The model of wikitext2.md: ids `[T, B]` to logits `[T, B, V]`."""
 

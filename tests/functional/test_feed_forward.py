@@ -91,6 +91,15 @@ def test_recompute_keeps_nothing_of_the_hidden_width():
     assert torch.Size([64, 16]) not in saved_shapes
 
 
+def test_autograd_copies_no_gradient_of_the_hidden_width():
+    """ReLU changes the hidden activations in place; if they were a view of a product, backward would copy them."""
+    nodes = [feed_forward(random(2, 3, 4), *parameters("relu", 4, 8, 4)).grad_fn]
+    for node in nodes:
+        nodes += [each for each, _ in node.next_functions if each is not None]
+    assert "ReluBackward0" in (names := {node.name() for node in nodes})
+    assert not any("CopySlices" in name or "AsStrided" in name for name in names)
+
+
 def test_dropout_is_of_the_hidden_activations():
     eye = torch.eye(64)
     x = torch.ones(300, 64)

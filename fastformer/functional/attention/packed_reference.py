@@ -51,7 +51,7 @@ class Group(NamedTuple):
     query_lengths: Tensor  # int64 [N], on the device
     key_lengths: Tensor  # likewise
     shortest: int  # the shortest key length
-    key_bias: Tensor | None  # fp32 [N, 1, S]: 0 at real keys, -inf behind them; None where all are real, or on a GPU
+    key_bias: Tensor | None  # [H * N, 1, S]: 0 at real keys, -inf behind them; None where all are real, or on a GPU
 
 
 class Plan(NamedTuple):
@@ -122,7 +122,7 @@ def _plan(layout: Layout, key_layout: Layout, heads: int, key_heads: int) -> Pla
         bias = None
         if shortest < S and device.type == "cpu":
             hidden = torch.arange(S, device="cpu") >= k[:, None, None]
-            bias = torch.zeros(len(k), 1, S, device="cpu").masked_fill_(hidden, -math.inf)
+            bias = torch.where(hidden, -math.inf, 0.0).repeat(heads, 1, 1)
         groups.append(Group(end - first, T, S, q, k, shortest, bias))
     numbers = (heads, key_heads)[: len(maps)]
     rows = [RowMap.of(x, places, n) for x, (_, places), n in zip(slots, maps, numbers, strict=True)]
@@ -201,14 +201,13 @@ def _attend(q: Tensor, k: Tensor, v: Tensor, group: Group, same: bool, rules: At
         plain = plain and readable(bias) and bool(bias.isfinite().all())  # no query has all keys hidden
     if plain and _is_short(T, S, rules) and group.shortest > 0:
         scale = q.shape[3] ** -0.5 if rules.scale is None else rules.scale
-        scores = products(q.flatten(0, 1), k.flatten(0, 1), scale)
+        later = torch.full((1, T, S), -math.inf, device=q.device).triu_(1) if rules.causal else None
+        ends = None if needs_no_lengths else group.key_bias
+        added = later if ends is None else (ends if later is None else ends + later)
+        scores = products(q.flatten(0, 1), k.flatten(0, 1), scale, added)
         if bias is not None:
             pairs = of_pairs(bias, q, k, rules).transpose(0, 1)  # [H, 1, T, S]
             scores = (wide(scores).view(H, N, T, S) + pairs).flatten(0, 1)
-        if rules.causal:
-            scores = scores + torch.full((T, S), -math.inf, dtype=scores.dtype, device=q.device).triu_(1)
-        if group.key_bias is not None and not needs_no_lengths:
-            scores = (scores.view(H, N, T, S) + group.key_bias.to(scores.dtype)).flatten(0, 1)
         weights = scores.softmax(-1)
         weights = weights if weights.dtype == v.dtype or widens(v) else weights.to(v.dtype)
         weights = drop(weights, rules.dropout_p) if rules.dropout_p else weights

@@ -150,17 +150,16 @@ def _blank(real: Tensor, *inputs: Tensor) -> tuple[Tensor, ...]:
     A hidden score is q k^T plus -inf: NaN if q k^T is inf or NaN, from NaN, inf, or numbers whose products overflow.
     The check costs 2 ms where two copies cost 22, and attention 16 (64 rows, 8 heads, 64 positions, K = 64, one core).
     """
-    hidden = ~real
-    if readable(hidden) and all(readable(x) for x in inputs):
-        columns = hidden.any(0).nonzero()
-        if not columns.numel():
+    if readable(real) and all(readable(x) for x in inputs):
+        columns = real.all(0).tolist()
+        if all(columns):
             return inputs
-        first = int(columns[0])
+        first = columns.index(False)
         harmless = torch.finfo(inputs[0].dtype).max ** 0.25  # gradients and scales are factors of products, too
         rows = (torch.linalg.vector_norm(x.detach()[:, :, first:], dim=-1) for x in inputs)  # slow over all dimensions
-        if all(bool((norms < harmless).all()) for norms in rows):
+        if all(float(norms.amax()) < harmless for norms in rows):
             return inputs
-    return tuple(x.masked_fill(hidden[:, None, :, None], 0.0) for x in inputs)
+    return tuple(x.masked_fill(~real[:, None, :, None], 0.0) for x in inputs)
 
 
 def blank_padding(q: Tensor, k: Tensor, v: Tensor, rules: AttentionRules) -> tuple[Tensor, Tensor, Tensor]:
@@ -196,8 +195,12 @@ def scores_to_weights(
     """
     scale = q.shape[-1] ** -0.5 if scale is None else scale
     B, H, T, _ = q.shape
+    added = None
+    if mask is not None and mask.dtype == torch.bool and softcap is None:  # one pass over the scores, and none backward
+        added = torch.where(mask, 0.0, -math.inf).expand(B, H, -1, -1).flatten(0, 1)
+        mask = None
     # Flattened before the transpose: bmm reads transposed keys in place, where matmul would copy them.
-    scores = products(q.flatten(0, 1), k.flatten(0, 1), scale).view(B, H, T, k.shape[2])
+    scores = products(q.flatten(0, 1), k.flatten(0, 1), scale, added).view(B, H, T, k.shape[2])
     if softcap is not None:
         scores = softcap * (scores / softcap).tanh()
     if mask is not None:
@@ -220,8 +223,8 @@ def widens(x: Tensor) -> bool:
     return x.is_cpu and product_dtype(x) in _SIXTEEN_BITS
 
 
-def products(q: Tensor, k: Tensor, scale: float) -> Tensor:
-    """Return scale * q k^T of `[N, T, K]` and `[N, S, K]`; in fp32 if `widens(q)` or q is fp16.
+def products(q: Tensor, k: Tensor, scale: float, added: Tensor | None = None) -> Tensor:
+    """Return scale * q k^T + added of `[N, T, K]` and `[N, S, K]`; in fp32 if `widens(q)` or q is fp16.
 
     SDPA does so too. fp16 ends at 65,504: large scores exceed it, as do scores plus a mask of fp16's lowest number, and
     large softcaps.
@@ -229,11 +232,12 @@ def products(q: Tensor, k: Tensor, scale: float) -> Tensor:
     dtype = product_dtype(q)
     if dtype == torch.float16 or (q.is_cpu and dtype in _SIXTEEN_BITS):
         with _without_autocast(q):
-            return products(q.float(), k.float(), scale)
+            return products(q.float(), k.float(), scale, added)
     # With beta 0, the forward-mode derivative aborts the process under a TorchDispatchMode (torch 2.13); in bf16 with
     # scale 0, baddbmm does not write its output.
-    beta = 0 if scale and (compiling() or not dispatch_modes()) else 1
-    return torch.baddbmm(q.new_zeros(1, 1, 1), q, k.transpose(1, 2), beta=beta, alpha=scale)
+    beta = 0 if added is None and scale and (compiling() or not dispatch_modes()) else 1
+    added = q.new_zeros(1, 1, 1) if added is None else added.to(q.dtype)
+    return torch.baddbmm(added, q, k.transpose(1, 2), beta=beta, alpha=scale)
 
 
 def weighted_sum(weights: Tensor, v: Tensor) -> Tensor:

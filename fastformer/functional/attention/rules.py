@@ -59,8 +59,9 @@ def allowed_positions(q: Tensor, k: Tensor, rules: AttentionRules) -> Tensor | N
     left, right = rules.window or (None, None)  # how far to either side of position t + shift query t attends
     right = 0 if rules.causal else right
     ends = rules.query_lengths, rules.key_lengths
-    if all(x is None for x in (left, right, *ends, rules.key_mask)):  # as in a step of decoding
-        return None
+    real = None if rules.key_mask is None else rules.key_mask[:, None, None, :]
+    if all(x is None for x in (left, right, *ends)):  # as in a step of decoding
+        return real
     T, S = q.shape[2], k.shape[2]
     queries, keys = torch.arange(T, device=q.device)[:, None], torch.arange(S, device=q.device)  # [T, 1], [S]
     query_ends, key_ends = (None if x is None else x[:, None, None, None] for x in ends)  # [B, 1, 1, 1]
@@ -75,8 +76,8 @@ def allowed_positions(q: Tensor, k: Tensor, rules: AttentionRules) -> Tensor | N
             allowed.append(keys >= centre - left)
     if key_ends is not None:
         allowed.append(keys < key_ends)
-    if rules.key_mask is not None:
-        allowed.append(rules.key_mask[:, None, None, :])
+    if real is not None:
+        allowed.append(real)
     if query_ends is not None:
         allowed.append(queries < query_ends)
     return reduce(torch.logical_and, allowed)

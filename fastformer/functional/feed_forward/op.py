@@ -137,7 +137,7 @@ def reference(
     # In place where nothing else needs the argument: saves one pass over the widest tensor of a layer.
     hidden = F.relu_(hidden) if activation == "relu" else activate(hidden, activation)
     out = F.linear(drop(hidden, dropout_p) if dropout_p else hidden, weight2, bias2)
-    return out if batch is None else out.unflatten(0, batch)
+    return out if batch is None else out.view(*batch, weight2.shape[0])
 
 
 def _activate_fake(h: Tensor, activation: str) -> Tensor:

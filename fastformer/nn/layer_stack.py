@@ -29,7 +29,7 @@ from fastformer.nn.inspection import (
     is_unmodified,
 )
 from fastformer.nn.layers import DeferredResidual, TransformerDecoderLayer, TransformerEncoderLayer
-from fastformer.nn.modules import NORMS, runs_as_torch
+from fastformer.nn.modules import NORMS, are_few_on_cpu
 from fastformer.nn.packed_input import (
     Masks,
     PackedInput,
@@ -44,7 +44,8 @@ from fastformer.nn.packed_input import (
 from fastformer.packing import Layout, pack, unpack
 
 _LAYERS = (TransformerEncoderLayer, TransformerDecoderLayer)
-_MOST_WASTED = 1 << 21  # padded tokens * D^2 whose products take as long as packing, measured on a CPU
+# Padded tokens * D^2 whose products take as long as packing, measured on a CPU: in inference and in training.
+_MOST_WASTED = 1 << 21, 1 << 19
 
 
 class Stack(nn.Module):
@@ -167,16 +168,16 @@ class Stack(nn.Module):
         return [packed, memory] if fits else None
 
     def _costs_less_padded(self, inputs: list[Tensor], masks: Sequence[Masks]) -> bool:
-        """Return whether few tokens take less time with their padding, in inference on a CPU.
+        """Return whether few tokens take less time with their padding, on a CPU.
 
-        False in training, where a checkpoint computes the layers without gradients first, and then again with them.
+        Whether gradients are enabled decides nothing: a checkpoint computes the layers without them first.
         """
-        if self.training or self._compiled() is not None or not all(map(runs_as_torch, inputs)):
+        if self._compiled() is not None or not all(map(are_few_on_cpu, inputs)):
             return False
         paddings = [m.padding for m in masks if m.padding is not None]
         if any(type(p) is not Tensor or p.dtype != torch.bool or not p.is_cpu for p in paddings):
             return False
-        return sum(int(p.sum()) for p in paddings) * inputs[0].shape[-1] ** 2 <= _MOST_WASTED
+        return sum(int(p.sum()) for p in paddings) * inputs[0].shape[-1] ** 2 <= _MOST_WASTED[self.training]
 
     def _run_layer(self, layer: Callable[..., Tensor], *arguments: Any, **options: Any) -> Tensor:
         """Call a layer, with activation checkpointing if `checkpoint_activations` is set."""

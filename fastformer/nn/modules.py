@@ -43,14 +43,19 @@ def drop_in(cls: type[M]) -> type[M]:
     return cls
 
 
+def are_few_on_cpu(x: Tensor) -> bool:
+    """Return whether x holds few tokens on a CPU, which run without kernels, autocast, or something that sees ops."""
+    if not is_torchs(x, None) or x.is_nested:
+        return False
+    return 0 < x.numel() <= _FEW_TOKENS * x.shape[-1] and not (needs_dispatcher() or autocasts(x))
+
+
 def runs_as_torch(x: Tensor) -> bool:
     """Return whether torch's own ops are faster: for few tokens in inference, on a CPU, without kernels.
 
     torch's fused ops for inference store all scores, so they are not used for many tokens.
     """
-    if torch.is_grad_enabled() or not is_torchs(x, None) or x.is_nested:
-        return False
-    return 0 < x.numel() <= _FEW_TOKENS * x.shape[-1] and not (needs_dispatcher() or autocasts(x))
+    return not torch.is_grad_enabled() and are_few_on_cpu(x)
 
 
 def torch_takes_padding(x: Tensor, padding: Tensor | None) -> bool:

@@ -281,12 +281,13 @@ def few_model(kind, norm_first=False):
 @pytest.mark.parametrize("kind", FEW)
 @pytest.mark.parametrize("mask", ["none", "causal, additive", "causal, stated", "any"])
 @pytest.mark.parametrize(("padding", "norm_first"), [("right", True), ("left", False), ("gaps", True), ("none", False)])
-def test_few_tokens_in_inference_are_those_of_training(kind, mask, padding, norm_first):
+def test_few_tokens_in_inference_are_those_of_training(kind, mask, padding, norm_first, few_tokens_run_padded):
     """Also what a query without keys gets, in a layer or attention alone; what padding holds changes no real token."""
     model, is_stack = few_model(kind, norm_first), kind in STACKS
     hidden, masks = PADDING[padding][0], MASKS[mask]()
     x = random(B, T, D).detach()
     expected, outputs = FEW[kind](model, x, hidden, masks).detach(), []
+    few_tokens_run_padded()
     for filling in (None, math.nan, math.inf, 1e300):
         with torch.no_grad():
             dirty = x if filling is None else x.masked_fill(hidden[..., None], filling)
@@ -298,8 +299,28 @@ def test_few_tokens_in_inference_are_those_of_training(kind, mask, padding, norm
         assert_close(out[~hidden], expected[~hidden])
 
 
+@pytest.mark.parametrize("kind", STACKS)
+@pytest.mark.parametrize("mask", ["none", "causal, additive", "causal, stated", "any"])
+@pytest.mark.parametrize(("padding", "norm_first"), [("right", True), ("left", False), ("gaps", True)])
+def test_few_tokens_in_training_run_padded_with_the_gradients_of_a_packed_batch(
+    kind, mask, padding, norm_first, few_tokens_run_padded, tokens_seen
+):
+    model, hidden, masks, x = few_model(kind, norm_first).train(), PADDING[padding][0], MASKS[mask](), random(B, T, D)
+    leaves = [x, *model.parameters()]
+    packed = FEW[kind](model, x, hidden, masks)
+    expected, expected_gradients = packed.detach(), gradients(packed, leaves)
+    few_tokens_run_padded()
+    tokens_seen.clear()
+    for filling in (0.0, math.nan, math.inf, 1e300):
+        out = FEW[kind](model, x.masked_fill(hidden[..., None], filling), hidden, masks)
+        assert_close(out, expected)
+        assert_close(gradients(out, leaves), expected_gradients)
+    assert set(tokens_seen) == {B * T}
+
+
 @pytest.mark.parametrize(("kind", "mask"), [*((kind, "none") for kind in FEW), *((kind, "causal") for kind in STACKS)])
-def test_few_tokens_in_inference_run_by_torchs_ops(kind, mask, monkeypatch):
+def test_few_tokens_in_inference_run_by_torchs_ops(kind, mask, monkeypatch, few_tokens_run_padded):
+    few_tokens_run_padded()
     model, (hidden, _) = few_model(kind), PADDING["right"]
     for name in ("attention", "attention_with_weights", "packed_attention"):
         monkeypatch.delattr(functional, name)

@@ -16,13 +16,13 @@ from fastformer.apps.plots.attention_maps import attend_ids
 from fastformer.apps.text import WordTokenizer
 from fastformer.apps.translation.run import load_translator
 from fastformer.apps.translation.search import SearchOptions
-from fastformer.apps.translation.translator import attend
 from tests.support import single_stack, translation_task
 from tests.support.language_task import random_model
 from tests.support.python import python
 from tests.support.single_stack import TorchTwin
 from tests.support.translation_task import weights_of
 
+KINDS = ("encoder", "decoder", "cross")
 TRAIN = [{"kind": "train", "step": step, "epoch": 1, "seconds": 1.0, "loss": 5.0 / step, "lr": 0.1} for step in (1, 2)]
 VALIDATION = [
     {"kind": "validation", "step": 2, "epoch": 1, "loss": 3.0, "perplexity": 20.0, "bleu": 11.0, "exact": 0.5},
@@ -226,20 +226,19 @@ def test_the_figure_of_attention_maps_has_the_chosen_layers_and_heads():
 
 def test_the_maps_of_a_sentence_carry_its_tokens_and_its_weights(runs: Path) -> None:
     translator = load_translator(runs / "translation")
-    actual = attend(translator, "w1 w2")
-    assert actual.target == translator.translate(["w1 w2"], SearchOptions())[0]
+    encoder, decoder, cross = (translator.attend("w1 w2", kind=kind) for kind in KINDS)
+    assert cross.title[1] == f"w1 w2 -> {translator.translate(['w1 w2'], SearchOptions())[0]}"
     source, target = translator.source_tokenizer, translator.target_tokenizer
     ids = [*source.encode("w1 w2"), source.eos_id]
-    cross, decoder = actual.maps["cross"], actual.maps["decoder"]
-    assert cross.keys == actual.maps["encoder"].queries == source.pieces(ids)
+    assert cross.keys == encoder.queries == source.pieces(ids)
     assert (cross.keys[-1], decoder.keys[0], decoder.queries[-1]) == ("<eos>", "<bos>", "<eos>")
     assert decoder.keys[1:] == decoder.queries[:-1] == cross.queries[:-1]
-    attended = attend(translator, "w1 w2", "w3 w4 w5")
-    assert attended.maps["cross"].queries == ["w3", "w4", "w5", "<eos>"]
+    attended = {kind: translator.attend("w1 w2", "w3 w4 w5", kind) for kind in KINDS}
+    assert attended["cross"].queries == ["w3", "w4", "w5", "<eos>"]
     read = torch.tensor([target.bos_id, *target.encode("w3 w4 w5")])
     expected = translator.model.attention_maps(torch.tensor(ids), read)
-    assert all(torch.equal(attended.maps[kind].weights, expected[kind]) for kind in ("encoder", "decoder", "cross"))
-    assert attend(translator, "w1", "").maps["cross"].queries == ["<eos>"]
+    assert all(torch.equal(attended[kind].weights, expected[kind]) for kind in KINDS)
+    assert translator.attend("w1", "").queries == ["<eos>"]
 
 
 def test_wrong_arguments_of_attention_maps():

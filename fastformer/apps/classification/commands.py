@@ -1,6 +1,5 @@
 """`fastformer train classify | classify`, and `evaluate`, `plot` and `serve` for classification runs."""
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -24,6 +23,7 @@ from fastformer.apps.cli.console import (
 )
 from fastformer.apps.cli.options import USE, whole_number
 from fastformer.apps.cli.training import add_training
+from fastformer.apps.plots.attention_maps import AttentionMaps
 from fastformer.apps.serve.worker import ServedModel
 from fastformer.apps.settings import Settings
 
@@ -70,10 +70,10 @@ def evaluate_run(run: Path, checkpoint: str, device: str, texts: Any) -> None:
     console.print(str(scores))
 
 
-def attention_of(run: Path, checkpoint: str, device: str, text: str) -> tuple[Callable[..., Any], str]:
-    """Return the function that draws the attention maps of a text, and its label as a line."""
+def attention_of(run: Path, checkpoint: str, device: str, text: str) -> tuple[AttentionMaps, str]:
+    """Return the attention maps of a text, and its label as a line."""
     classifier = load_classifier(run, checkpoint, device)
-    return classifier.attend(text).figure, f"{classifier.classify([text])[0]}\n"
+    return classifier.attend(text), f"{classifier.classify([text])[0]}\n"
 
 
 class NoSettings(Settings):

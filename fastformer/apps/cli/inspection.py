@@ -54,8 +54,8 @@ def attention(
     layers = None if layer is None else _number_or("layer", layer, ("all",))
     heads = _number_or("head", head, ("all", "mean"))
     options = {"text": text, "source": source, "target": target, "kind": kind}
-    draw, about = application_function(run, "attention_of", options)(run, checkpoint, choose_device(device))
-    console.print(f"{about}wrote {save(draw(layers, heads), output)}")
+    maps, about = application_function(run, "attention_of", options)(run, checkpoint, choose_device(device))
+    console.print(f"{about}wrote {save(maps.figure(layers, heads), output)}")
 
 
 def _number_or(name: str, text: str, words: tuple[str, ...]) -> int | str:

@@ -1,7 +1,6 @@
 """`fastformer train lm | generate`, and `evaluate`, `plot` and `serve` for language-model runs."""
 
 import itertools
-from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -22,6 +21,7 @@ from fastformer.apps.cli.options import USE, whole_number, with_settings
 from fastformer.apps.cli.training import add_training
 from fastformer.apps.language.run import APPLICATION, LanguageRun, evaluate_text, load_generator
 from fastformer.apps.language.sampling import SamplingOptions
+from fastformer.apps.plots.attention_maps import AttentionMaps
 from fastformer.apps.serve.worker import ServedModel
 from fastformer.apps.settings import make_settings
 from fastformer.apps.text.files import checked_lines
@@ -73,9 +73,9 @@ def evaluate_run(run: Path, checkpoint: str, device: str, texts: Any) -> None:
     console.print(str(result))
 
 
-def attention_of(run: Path, checkpoint: str, device: str, text: str) -> tuple[Callable[..., Any], str]:
-    """Return the function that draws the attention maps of a text, and nothing to print."""
-    return load_generator(run, checkpoint, device).attend(text).figure, ""
+def attention_of(run: Path, checkpoint: str, device: str, text: str) -> tuple[AttentionMaps, str]:
+    """Return the attention maps of a text, and nothing to print."""
+    return load_generator(run, checkpoint, device).attend(text), ""
 
 
 def serve_run(run: Path, checkpoint: str, device: str) -> ServedModel:

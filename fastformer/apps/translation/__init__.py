@@ -10,19 +10,17 @@ from fastformer.apps.translation.run import (
     read_corpora,
 )
 from fastformer.apps.translation.search import SearchOptions, beam_search, greedy_search
-from fastformer.apps.translation.translator import SentenceAttention, Translation, Translator, attend
+from fastformer.apps.translation.translator import Translation, Translator
 
 __all__ = [
     "DataConfig",
     "Hypothesis",
     "SearchOptions",
-    "SentenceAttention",
     "Translation",
     "TranslationConfig",
     "TranslationModel",
     "TranslationRun",
     "Translator",
-    "attend",
     "beam_search",
     "corpus_loss",
     "evaluate",

@@ -1,8 +1,7 @@
 """`fastformer demo | train | translate | score`, and `evaluate`, `plot` and `serve` for translation runs."""
 
-import functools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -24,6 +23,7 @@ from fastformer.apps.cli.console import (
 )
 from fastformer.apps.cli.options import START, USE, whole_number, with_settings
 from fastformer.apps.cli.training import add_training
+from fastformer.apps.plots.attention_maps import AttentionMaps
 from fastformer.apps.serve.worker import ServedModel
 from fastformer.apps.settings import make_settings
 from fastformer.apps.text import read_lines, read_parallel
@@ -38,7 +38,7 @@ from fastformer.apps.translation.run import (
     read_corpora,
 )
 from fastformer.apps.translation.search import SearchOptions
-from fastformer.apps.translation.translator import Translation, attend
+from fastformer.apps.translation.translator import Kind, Translation
 from fastformer.nn import pack_weights
 
 _READ_AHEAD = 16  # batches, in which sentences of similar length are translated together
@@ -171,12 +171,11 @@ def compare_systems(runs: Sequence[Path], bootstrap: int) -> list[PairedScore]:
 
 
 def attention_of(
-    run: Path, checkpoint: str, device: str, source: str, target: str | None = None, kind: str | None = None
-) -> tuple[Callable[..., Any], str]:
-    """Return the function that draws the attention maps of a sentence and its translation, and both as a line."""
-    attention = attend(load_translator(run, checkpoint, device), source, target)
-    draw = functools.partial(attention.figure, kind or "cross")  # type: ignore[arg-type]
-    return draw, f"{attention.source} -> {attention.target}\n"
+    run: Path, checkpoint: str, device: str, source: str, target: str | None = None, kind: Kind | None = None
+) -> tuple[AttentionMaps, str]:
+    """Return the attention maps of a sentence and its translation, and both as a line."""
+    maps = load_translator(run, checkpoint, device).attend(source, target, kind or "cross")
+    return maps, f"{maps.title[1]}\n"
 
 
 def serve_run(run: Path, checkpoint: str, device: str) -> ServedModel:
@@ -190,4 +189,4 @@ def serve_run(run: Path, checkpoint: str, device: str) -> ServedModel:
             for each in translator.candidates(texts, options)
         ]
 
-    return ServedModel("translate", SearchOptions, translate, lambda text: attend(translator, text).maps["cross"])
+    return ServedModel("translate", SearchOptions, translate, translator.attend)

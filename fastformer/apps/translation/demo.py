@@ -12,7 +12,6 @@ from fastformer.apps.text.scores import Scores
 from fastformer.apps.train import TrainConfig, read_metrics
 from fastformer.apps.translation.run import DataConfig, TranslationRun, evaluate, load_translator, read_corpora
 from fastformer.apps.translation.search import SearchOptions
-from fastformer.apps.translation.translator import attend
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -73,7 +72,7 @@ def run_demo(folder: Path, target: str, device: str, console: "Console") -> Scor
     save(plot_history({folder.name: read_metrics(folder)}), folder / "history.png")
     # Short enough for readable labels, long enough to show something.
     sentence = min((s for s in test.source if len(s.split()) >= 4), key=len)
-    save(attend(translator, sentence).figure(), folder / "attention.png")
+    save(translator.attend(sentence).figure(), folder / "attention.png")
     console.print(f"\nPictures: {folder / 'attention.png'} (cross attention), {folder / 'history.png'}")
     command = "fastformer" if shutil.which("fastformer") else sys.argv[0]  # as .venv/bin/fastformer
     console.print(f'Your turn: {command} translate --run {folder} "ninety-nine thousand eight hundred one"')

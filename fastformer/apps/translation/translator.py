@@ -1,13 +1,10 @@
-"""Translate text: tokenise, search in batches of similar length, and detokenise in the order of the input.
-
-Letters: L layers, H heads, T target positions, S source positions.
-"""
+"""Translate text: tokenise, search in batches of similar length, and detokenise in the order of the input."""
 
 import logging
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Literal, get_args
+from typing import Literal, get_args
 
 import numpy as np
 import torch
@@ -21,10 +18,6 @@ from fastformer.apps.translation.model import TranslationModel, translation_loss
 from fastformer.apps.translation.search import SearchOptions, beam_search
 from fastformer.host.devices import device_of, send
 from fastformer.settings import check_value
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
-
 
 Kind = Literal["cross", "encoder", "decoder"]
 
@@ -110,6 +103,44 @@ class Translator:
             logger.warning("%d of %d sentences cut to %d tokens", cut, len(sentences), self.max_source_length)
         return sequences
 
+    def attend(self, source: str, target: str | None = None, kind: Kind = "cross") -> AttentionMaps:
+        """Compute every attention weight of one kind for a sentence and a translation of it.
+
+        Row t of "decoder" and "cross" has the weights with which target token t was predicted: the decoder reads bos
+        and the tokens of the target, and predicts the tokens and eos.
+
+        Args:
+            source: a sentence; a longer one than the model translates is cut, with a warning.
+            target: a translation of the source; None: found by beam search.
+            kind: "encoder" or "decoder", self-attention; or "cross", of the decoder to the source.
+
+        Raises:
+            ValueError: the source has no token, the target is too long for learned positions, or there is no such kind.
+        """
+        check_value("kind", kind, str, choices=get_args(Kind))
+        model, tokenizer, device = self.model.eval(), self.target_tokenizer, device_of(self.model)
+        ids = self.encode([source])
+        if not len(ids[0]):
+            raise ValueError(f"source must hold at least one token, not {source!r}")
+        packed, lengths = collate_source(ids, self.source_tokenizer.special_ids)
+        packed = packed.to(device)
+        if target is None:
+            longest = model.config.longest  # with bos
+            options = SearchOptions(max_length=None if longest is None else longest - 1)
+            output = beam_search(model, packed, lengths, options)[0][0].ids
+            target = tokenizer.decode(output)
+        else:
+            output = tokenizer.encode(target)
+        weights = model.attention_maps(packed, torch.tensor([tokenizer.bos_id, *output], device=device))[kind]
+        sources = self.source_tokenizer.pieces(packed.tolist())
+        read, written = (tokenizer.pieces(i) for i in ([tokenizer.bos_id, *output], [*output, tokenizer.eos_id]))
+        keys, queries, names = {
+            "encoder": (sources, sources, ("source token looked at", "source token")),
+            "decoder": (read, written, ("target token read", "target token written")),
+            "cross": (sources, written, ("source token", "target token")),
+        }[kind]
+        return AttentionMaps((f"{kind} attention", f"{source} -> {target}"), weights.cpu(), keys, queries, names)
+
     @torch.inference_mode()
     def score(self, sources: Sequence[str], targets: Sequence[str], batch_size: int = 64) -> list[tuple[float, int]]:
         """Return (log probability in nats, tokens with eos) of each pair of a source and a translation.
@@ -147,68 +178,3 @@ class Translator:
             if not 1 <= length <= most:
                 raise ValueError(f"{side} {number} has {length} tokens; scored sentences must have 1 to {most}")
         return sequences
-
-
-@dataclass(frozen=True)
-class SentenceAttention:
-    """Every attention weight of a translation model for one sentence and a translation of it.
-
-    Attributes:
-        source: the sentence.
-        target: the translation.
-        maps: "encoder" with weights `[L, H, S, S]`, "decoder" `[L, H, T, T]` and "cross" `[L, H, T, S]`. Row t of the
-            last two has the weights with which target token t was predicted: the decoder reads bos and the tokens of
-            the target, and predicts the tokens and eos.
-    """
-
-    source: str
-    target: str
-    maps: dict[str, AttentionMaps]
-
-    def figure(
-        self,
-        kind: Kind = "cross",
-        layer: int | Literal["all"] | None = None,
-        head: int | Literal["all", "mean"] = "all",
-    ) -> "Figure":
-        """Draw cross-attention, or self-attention of the encoder or the decoder; further as `AttentionMaps.figure`."""
-        check_value("kind", kind, str, choices=get_args(Kind))
-        return self.maps[kind].figure(layer, head)
-
-
-def attend(translator: Translator, source: str, target: str | None = None) -> SentenceAttention:
-    """Compute every attention weight for a sentence and a translation of it.
-
-    Args:
-        translator: a model with its tokenizers.
-        source: a sentence; a longer one than the model translates is cut, with a warning.
-        target: a translation of the source; None: found by beam search.
-
-    Raises:
-        ValueError: the source has no token, or the target is too long for learned positions.
-    """
-    model, tokenizer, device = translator.model.eval(), translator.target_tokenizer, device_of(translator.model)
-    ids = translator.encode([source])
-    if not len(ids[0]):
-        raise ValueError(f"source must hold at least one token, not {source!r}")
-    packed, lengths = collate_source(ids, translator.source_tokenizer.special_ids)
-    packed = packed.to(device)
-    if target is None:
-        longest = model.config.longest  # with bos
-        options = SearchOptions(max_length=None if longest is None else longest - 1)
-        output = beam_search(model, packed, lengths, options)[0][0].ids
-        target = tokenizer.decode(output)
-    else:
-        output = tokenizer.encode(target)
-    weights = model.attention_maps(packed, torch.tensor([tokenizer.bos_id, *output], device=device))
-    sources = translator.source_tokenizer.pieces(packed.tolist())
-    read, written = (tokenizer.pieces(i) for i in ([tokenizer.bos_id, *output], [*output, tokenizer.eos_id]))
-    maps = {
-        kind: AttentionMaps((f"{kind} attention", f"{source} -> {target}"), weights[kind].cpu(), keys, queries, names)
-        for kind, keys, queries, names in (
-            ("encoder", sources, sources, ("source token looked at", "source token")),
-            ("decoder", read, written, ("target token read", "target token written")),
-            ("cross", sources, written, ("source token", "target token")),
-        )
-    }
-    return SentenceAttention(source, target, maps)

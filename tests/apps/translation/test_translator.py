@@ -12,7 +12,7 @@ from fastformer.apps.text import ParallelCorpus, SpecialIds, WordTokenizer, coll
 from fastformer.apps.text.scores import score_translations
 from fastformer.apps.translation.model import TranslationModel, translation_loss
 from fastformer.apps.translation.search import SearchOptions
-from fastformer.apps.translation.translator import Translator, attend
+from fastformer.apps.translation.translator import Translator
 from tests.support.translation_task import EOS, config, random_model
 
 WORDS = ["one", "two", "three", "four", "five", "six", "seven", "eight"]
@@ -90,8 +90,8 @@ def test_attention_reads_a_translation_that_does_not_end(translator):
     model = random_model(1, **sizes, positions="learned", max_positions=6, output_bias=True)
     with torch.no_grad():
         model.output.bias[EOS] -= 100
-    maps = attend(Translator(model, *tokenizers), "one two").maps
-    assert maps["decoder"].weights.shape[-2:] == (6, 6)
+    maps = Translator(model, *tokenizers).attend("one two", kind="decoder")
+    assert maps.weights.shape[-2:] == (6, 6)
 
 
 def test_candidates(translator):

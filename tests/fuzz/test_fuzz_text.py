@@ -25,7 +25,6 @@ from fastformer.apps.text import (
     train_sentencepiece,
     write_lines,
 )
-from fastformer.apps.text.files import write_texts
 from fastformer.apps.translation.run import APPLICATION as TRANSLATION
 from tests.fuzz.conftest import Explore, attempt, chance, changed_json, damaged, encoded, text, toml
 
@@ -71,7 +70,7 @@ def test_files_are_read_as_their_bytes_say_or_refused(tmp_path: Path, explore: E
 def test_written_files_are_whole_or_the_earlier_ones(
     tmp_path: Path, explore: Explore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Lines and texts that cannot be written leave the earlier file; texts before the error are in a partial file."""
+    """Lines that cannot be written leave the earlier file; lines before the error are in a partial file."""
     path, partial = tmp_path / "out", tmp_path / "out.partial"
     monkeypatch.setattr("os.fsync", lambda descriptor: None)
 
@@ -79,11 +78,10 @@ def test_written_files_are_whole_or_the_earlier_ones(
         lines = [text(random, 6, odd=50) for _ in range(random.randrange(5))]
         content = [f"{line}\n".encode("utf-8", "surrogatepass") for line in lines]
         good = [not any("\ud800" <= character <= "\udfff" for character in line) for line in lines]
-        for write, fine in ((write_lines, all(good) and not any("\n" in x for x in lines)), (write_texts, all(good))):
-            path.write_bytes(b"earlier\n")
-            write_it: Callable[[], Any] = lambda write=write: write(path, lines) or "written"  # noqa: E731
-            assert (attempt(write_it, TextError) == "written") == fine
-            assert path.read_bytes() == (b"".join(content) if fine else b"earlier\n")
+        path.write_bytes(b"earlier\n")
+        write: Callable[[], Any] = lambda: write_lines(path, lines) or "written"  # noqa: E731
+        assert (attempt(write, TextError) == "written") == all(good)
+        assert path.read_bytes() == (b"".join(content) if all(good) else b"earlier\n")
         first = b"".join(x for x, _ in itertools.takewhile(lambda pair: pair[1], zip(content, good, strict=True)))
         expected = {} if all(good) or not first else {partial.name: first}
         assert {file.name: file.read_bytes() for file in tmp_path.iterdir() if file != path} == expected

@@ -15,7 +15,7 @@ from rich.console import Console
 from fastformer.apps.cli.options import App
 from fastformer.apps.runs.folder import MAIN, refuse_output
 from fastformer.apps.system.files import check_writable, is_stream
-from fastformer.apps.text.files import checked_lines, lines_of, write_texts
+from fastformer.apps.text.files import checked_lines, lines_of, write_lines
 from fastformer.settings import check_value
 
 app = App(
@@ -98,9 +98,9 @@ def put_lines(lines: Iterable[str], output: Path | None) -> None:
 
 
 def put_texts(texts: Iterable[str], output: Path | None) -> None:
-    """Write texts one by one to standard output, or to a file that replaces `output` at the end; see `write_texts`."""
+    """Write texts one by one to standard output, or to a file that replaces `output` at the end; see `write_lines`."""
     if output is not None:
-        write_texts(output, texts)
+        write_lines(output, texts)
     else:
         for text in texts:
             print(text, flush=True)

@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
-from fastformer.apps.system.files import add_path_to_errors, replacing, write_file
+from fastformer.apps.system.files import add_path_to_errors, replacing
 
 _BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 # How compressed files are opened, by their first bytes, with which no text begins.
@@ -137,25 +137,15 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def write_lines(path: str | Path, lines: Iterable[str]) -> None:
-    """Write lines as UTF-8, atomically; raises ``TextError`` for one that has a newline or half of a surrogate pair."""
-    encoded = []
-    for number, line in enumerate(lines, start=1):
-        if "\n" in line:
-            raise TextError(f"{path}:{number}: a newline inside a line cannot be written")
-        encoded.append(encode_text(line, f"{path}:{number}") + b"\n")
-    write_file(path, b"".join(encoded))
-
-
-def write_texts(path: str | Path, texts: Iterable[str]) -> None:
-    """Write texts as UTF-8, each with a final newline as soon as it is available.
+    """Write lines, or texts of several lines, as UTF-8, each with a final newline as soon as it is available.
 
     They are written to NAME.partial, which is renamed to `path` at the end and stays, with a warning, if an error or an
-    interrupt ends the texts. Open files, devices and pipes are written to directly.
+    interrupt ends the lines. Open files, devices and pipes are written to directly.
     """
     path = Path(path)
     with replacing(path, partial=True) as file:
-        for number, text in enumerate(texts, start=1):
-            data = memoryview(encode_text(text, f"{path}, text {number}") + b"\n")
+        for number, line in enumerate(lines, start=1):
+            data = memoryview(encode_text(line, f"{path}:{number}") + b"\n")
             with add_path_to_errors(path):
                 while data:
                     data = data[file.write(data) :]

@@ -14,7 +14,6 @@ from hypothesis import strategies as st
 from fastformer.apps.cli.console import check_output
 from fastformer.apps.system.files import write_file
 from fastformer.apps.text import ParallelCorpus, TextError, files, read_lines, read_parallel, split, write_lines
-from fastformer.apps.text.files import write_texts
 
 # Everything that str.splitlines would split at, but a translator's file does not.
 SEPARATORS = "\x0b\x0c\x1c\x1d\x1e\x85\u2028\u2029"
@@ -135,13 +134,13 @@ def test_texts_are_in_a_partial_file_as_soon_as_they_come(tmp_path):
         raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        write_texts(path, coming())
+        write_lines(path, coming())
     assert path.read_text() == "earlier\n"
     assert partial.read_text(encoding="utf-8") == "eins\nzwei\nund drei ü\n\n"
     partial.unlink()
-    write_texts(path, texts)
+    write_lines(path, texts)
     assert path.read_text(encoding="utf-8") == "eins\nzwei\nund drei ü\n\n"
-    write_texts(path, [])
+    write_lines(path, [])
     assert path.read_text() == ""
 
 
@@ -164,6 +163,5 @@ def test_an_open_file_is_appended_to(tmp_path):
     with (tmp_path / "log").open("ab") as file:
         for folder in ("/dev/fd", "/proc/self/fd"):
             write_lines(f"{folder}/{file.fileno()}", ["lines"])
-            write_texts(f"{folder}/{file.fileno()}", ["texts"])
         file.write(b"later\n")
-    assert (tmp_path / "log").read_bytes() == b"earlier\n" + b"lines\ntexts\n" * 2 + b"later\n"
+    assert (tmp_path / "log").read_bytes() == b"earlier\n" + b"lines\n" * 2 + b"later\n"

@@ -32,9 +32,7 @@ class ClassificationDataConfig(TextConfig):
 
     texts: ClassVar[str] = "labelled texts"  # the content of batches, as conditions name it
     dataset: FolderOrName | None = inherited(
-        TextConfig,
-        "dataset",
-        help="numbers: how many digits a number has, from its words (generated)",
+        TextConfig, "dataset", help="numbers: how many digits a number has, from its words (generated)"
     )
     train_text: File | None = inherited(
         TextConfig,

@@ -99,8 +99,7 @@ def evaluate(
     device: Device = "auto",
     split: Annotated[str | None, typer.Option(help="part of the run's data: test (the default) or valid")] = None,
     source: Annotated[
-        Path | None,
-        typer.Option(help="file of source sentences, of text, or of labelled text, instead of --split"),
+        Path | None, typer.Option(help="file of source sentences, of text, or of labelled text, instead of --split")
     ] = None,
     target: Annotated[
         list[Path] | None,

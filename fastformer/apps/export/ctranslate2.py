@@ -35,10 +35,7 @@ Quantization = Literal["int8", "int8_float16", "int8_bfloat16", "int16", "float1
 
 
 def export_ctranslate2(
-    folder: Path | str,
-    model: Any,
-    tokenizers: Sequence[Tokenizer],
-    quantization: Quantization = "float32",
+    folder: Path | str, model: Any, tokenizers: Sequence[Tokenizer], quantization: Quantization = "float32"
 ) -> None:
     """Write a model that `ctranslate2.Translator` or `ctranslate2.Generator` loads, and the tokenizers beside it.
 

@@ -13,10 +13,7 @@ from fastformer.apps.train.checkpoint import write_weights
 
 
 def export_safetensors(
-    folder: Path | str,
-    model: Any,
-    tokenizers: Sequence[Tokenizer],
-    data: Mapping[str, Any] | None = None,
+    folder: Path | str, model: Any, tokenizers: Sequence[Tokenizer], data: Mapping[str, Any] | None = None
 ) -> None:
     """Write `model.safetensors`, in the dtype of the model, `config.json` and the tokenizers into a new folder.
 

@@ -20,10 +20,7 @@ _FIRST_RANKED = 256
 
 
 def choose_ids(
-    logits: Tensor,
-    options: Any,
-    draws: Sequence[float] | Tensor = (),
-    forbidden: Sequence[int] = (),
+    logits: Tensor, options: Any, draws: Sequence[float] | Tensor = (), forbidden: Sequence[int] = ()
 ) -> Tensor:
     """Choose the next token of each row, by these steps in this order, in fp32.
 

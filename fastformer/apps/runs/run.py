@@ -300,9 +300,7 @@ class Run(ABC):
             torch.manual_seed(self.train_config.seed)
             model = self.new_model().to(self.device)
             trainer = Trainer(
-                *(model, self.loss, self.batches, self.train_config, self.folder),
-                validate=self.validation(),
-                show=show,
+                *(model, self.loss, self.batches, self.train_config, self.folder), validate=self.validation(), show=show
             )
             if resume:
                 trainer.resume()

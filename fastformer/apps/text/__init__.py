@@ -6,15 +6,7 @@ ids and labels as Sequences ─ LabelledBatches ─ LabelledBatch(ids, labels, l
 """
 
 from .batch import Batch, LabelledBatch, LanguageBatch, Side
-from .batches import (
-    Batches,
-    ColumnBatches,
-    LabelledBatches,
-    LanguageBatches,
-    SampledBatches,
-    collate,
-    collate_source,
-)
+from .batches import Batches, ColumnBatches, LabelledBatches, LanguageBatches, SampledBatches, collate, collate_source
 from .corpora import DOCUMENT_KINDS, ParallelCorpus, TextCorpus, read_parallel, read_text, split, split_text
 from .datasets import DATASETS, open_dataset, open_text_dataset, prepare
 from .embedded import docstring_corpora, english, number_corpus

@@ -142,10 +142,7 @@ class PairedScore(NamedTuple):
 
 
 def compare_translations(
-    systems: Mapping[str, Sequence[str]],
-    references: Sequence[str],
-    tokenizer: str = "13a",
-    bootstrap: int = 1000,
+    systems: Mapping[str, Sequence[str]], references: Sequence[str], tokenizer: str = "13a", bootstrap: int = 1000
 ) -> list[PairedScore]:
     """Compare systems with the first one by paired bootstrap resampling (Koehn 2004), as sacrebleu does.
 

@@ -24,15 +24,7 @@ from torch import Tensor
 
 from fastformer.apps.settings import to_plain
 from fastformer.apps.system.files import new_folder, synchronise, write_file
-from fastformer.apps.train.checkpoint import (
-    META,
-    OPTIMIZER,
-    STATE,
-    WEIGHTS,
-    Checkpoint,
-    CheckpointError,
-    write_weights,
-)
+from fastformer.apps.train.checkpoint import META, OPTIMIZER, STATE, WEIGHTS, Checkpoint, CheckpointError, write_weights
 from fastformer.settings import check_value
 
 INDEX, AVERAGE, INTERIM = "index.json", "average", "interim"

@@ -2,13 +2,7 @@
 
 from fastformer.apps.translation.beams import Hypothesis
 from fastformer.apps.translation.model import TranslationConfig, TranslationModel, corpus_loss, translation_loss
-from fastformer.apps.translation.run import (
-    DataConfig,
-    TranslationRun,
-    evaluate,
-    load_translator,
-    read_corpora,
-)
+from fastformer.apps.translation.run import DataConfig, TranslationRun, evaluate, load_translator, read_corpora
 from fastformer.apps.translation.search import SearchOptions, beam_search, greedy_search
 from fastformer.apps.translation.translator import Translation, Translator
 

@@ -19,14 +19,7 @@ if TYPE_CHECKING:
 # 100 pieces cover the syllables that number words share; with a vocabulary of whole words (60) most held-out numbers
 # came out wrong, with single characters all did.
 DATA = {"dataset": "numbers", "tokenizer": "bpe", "vocabulary": 100, "joint": False, "bleu_sentences": 200}
-MODEL = {
-    "d_model": 128,
-    "heads": 4,
-    "encoder_layers": 2,
-    "decoder_layers": 2,
-    "feed_forward": 256,
-    "dropout": 0.0,
-}
+MODEL = {"d_model": 128, "heads": 4, "encoder_layers": 2, "decoder_layers": 2, "feed_forward": 256, "dropout": 0.0}
 TRAIN = TrainConfig(
     lr=2e-3,
     schedule="linear",

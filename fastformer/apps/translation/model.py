@@ -11,13 +11,7 @@ from dataclasses import KW_ONLY, MISSING
 import torch
 from torch import Tensor, nn
 
-from fastformer.apps.models.common import (
-    check_sequences,
-    exported_mask,
-    output_cross_entropy,
-    packed_ids,
-    tie,
-)
+from fastformer.apps.models.common import check_sequences, exported_mask, output_cross_entropy, packed_ids, tie
 from fastformer.apps.models.settings import ModelSettings, initialise
 from fastformer.apps.models.sizes import MOST_LAYERS
 from fastformer.apps.settings import LARGEST, inherited, setting

@@ -113,10 +113,6 @@ class TextEncoder(SingleStack):
         after = torch.arange(L, device=padded.device) >= lengths  # [B, L]
         return padded.masked_fill(after[..., None], -torch.inf).amax(1).masked_fill(lengths == 0, 0.0)
 
-    def logits(self, hidden: Tensor) -> Tensor:
-        """Project what `forward` of a classifier returned, `[..., D]`, to logits `[..., C]`."""
-        return self.output(hidden)  # type: ignore[no-any-return]
-
 
 class TokenClassifier(TextEncoder):
     """A class for every token; `logits(model(ids, lengths))` are the scores of the classes."""

@@ -81,7 +81,6 @@ APPLICATION = Application(
     train=ClassificationTrainConfig,
     length="max_length",
     vocabularies=("vocabulary",),
-    counted={"classes": lambda data: len(data.labels or ("", ""))},  # two until the labels are known
     tokenizers=("tokenizer",),
     corpus=("dataset", "train_text", "valid_text", "test_text", "size"),
     automatic=(*CHOSEN, "layers", "batch_sentences"),
@@ -169,9 +168,8 @@ class ClassificationRun(Run):
 def load_classifier(folder: Path | str, checkpoint: str = "best", device: torch.device | str = "cpu") -> Classifier:
     """Load a run's model, tokenizer and labels as a classifier.
 
-    checkpoint: "best" (by validation), "last", "average", or a name such as "step-200"; several names, separated by
-    commas, are averaged. Raises the errors of
-    `fastformer.apps.runs.application.Application.load_weights`.
+    checkpoint: "best", "last", "average", a name such as "step-200", or several with commas, which are averaged.
+    Raises the errors of `fastformer.apps.runs.application.Application.load_weights`.
     """
     model, (tokenizer,), data = APPLICATION.load(folder, checkpoint, device)
     if data.labels is None:

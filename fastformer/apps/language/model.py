@@ -95,10 +95,6 @@ class LanguageModel(SingleStack):
         hidden = super().forward(ids, lengths)
         return functional.dropout(hidden, self.config.output_dropout if self.training else 0.0)
 
-    def logits(self, hidden: Tensor) -> Tensor:
-        """Project hidden states `[..., D]` to logits `[..., V]`."""
-        return self.output(hidden)  # type: ignore[no-any-return]
-
 
 def language_model_loss(model: LanguageModel, batch: LanguageBatch, label_smoothing: float = 0.0) -> Tensor:
     """Return the summed cross entropy of a batch over real tokens, fp32, in nats; padding is excluded.

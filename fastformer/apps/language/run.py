@@ -292,9 +292,8 @@ def load_generator(folder: Path | str, checkpoint: str = "best", device: torch.d
 
     With stream=columns, texts begin after eos, because the model has never read bos.
 
-    checkpoint: "best" (by validation), "last", "average", or a name such as "step-200"; several names, separated by
-    commas, are averaged. Raises the errors of
-    `fastformer.apps.runs.application.Application.load_weights`.
+    checkpoint: "best", "last", "average", a name such as "step-200", or several with commas, which are averaged.
+    Raises the errors of `fastformer.apps.runs.application.Application.load_weights`.
     """
     model, (tokenizer,), data = APPLICATION.load(folder, checkpoint, device)
     first = tokenizer.eos_id if data.stream == "columns" else tokenizer.bos_id

@@ -142,6 +142,10 @@ class SingleStack(nn.Module):
         stack, x = getattr(self, self.stack_name), self.embedding.padded(ids, types)
         return stack(x, src_key_padding_mask=~real, is_causal=self.causal)  # type: ignore[no-any-return]
 
+    def logits(self, hidden: Tensor) -> Tensor:
+        """Project what `forward` returned, `[..., D]`, to logits over the vocabulary or the classes."""
+        return self.output(hidden)  # type: ignore[no-any-return, operator]
+
     @torch.no_grad()
     def attention_maps(self, ids: Tensor) -> Tensor:
         """Compute every attention weight for one text, int64 `[T]`; call `.eval()` first, or dropout sets some to 0.

@@ -1,7 +1,7 @@
 """`Application`: describe one kind of run; read, write and check the run folders and exported models of that kind."""
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import MISSING, dataclass, field, fields, replace
+from dataclasses import MISSING, dataclass, fields, replace
 from importlib import import_module
 from pathlib import Path
 from types import SimpleNamespace
@@ -60,9 +60,6 @@ class Application:
     corpus: tuple[str, ...]  # settings of `data` that name the text, either of the first two, and its size
     automatic: tuple[str, ...] = ()  # settings that the command chooses if they are not given
     pretrained: Callable[[Path], tuple[Tokenizer, ...]] | None = None  # reads the tokenizers of a model of transformers
-    counted: Mapping[str, Callable[[Any], int]] = field(
-        default_factory=dict
-    )  # settings of `model` computed from `data`
 
     def settings_of_text(self, data: Any) -> dict[str, Any]:
         """Return the settings of `data` that hold for other text too, of a run that begins with this run's model."""
@@ -75,8 +72,8 @@ class Application:
         """
         sizes = {name: each.size for name, each in zip(self.vocabularies, tokenizers, strict=True)}
         ids = {name: getattr(tokenizers[-1], name) for name in _IDS if name in derived(self.model)}
-        counts = {name: count(data) for name, count in self.counted.items()}
-        config = self.model(**{**model, **sizes, **ids, **counts})
+        classes = {"classes": len(data.labels or ("", ""))} if hasattr(data, "labels") else {}  # 2 until they are known
+        config = self.model(**{**model, **sizes, **ids, **classes})
         length = getattr(data, self.length)
         if config.longest is not None and length > config.longest:
             raise ValueError(
@@ -216,8 +213,10 @@ class Application:
                 raise ValueError(f"{path}: it is of another model: its {name} is {value}, not {getattr(config, name)}")
 
     def load_weights(self, folder: Path | str, checkpoint: str) -> Any:
-        """Return the model of a run with its weights, on the CPU; checkpoint: see `find_checkpoint`; of several
-        names, separated by commas, the mean of their weights.
+        """Return the model of a run with its weights, on the CPU.
+
+        checkpoint: "best" (by validation), "last", "average", or a name such as "step-200"; of several names, separated
+        by commas, the mean of their weights.
 
         Raises FileNotFoundError without a run, ValueError for a run of another kind or a model beyond this machine's
         memory, CheckpointError for a checkpoint that is missing, damaged or of another architecture.

@@ -147,18 +147,15 @@ def _named(index: Mapping[str, Any]) -> list[str]:
     return [*index["kept"], index["average"], *([index["best"]["name"]] if index["best"] else [])]
 
 
-def find_checkpoint(path: Path | str, which: str = "best") -> Path:
-    """Return the checkpoint in `path`, which is a run folder, its checkpoints folder, or a checkpoint itself.
+def find_checkpoint(run: Path | str, which: str = "best") -> Path:
+    """Return a checkpoint of a run folder.
 
     which: "best" (the last one before the first validation), "last", "average", or a name such as "step-200". Raises
     CheckpointError.
     """
-    path = Path(path)
     if not (isinstance(which, str) and re.fullmatch(r"step-\d+", which)):
         check_value("checkpoint", which, str, choices=("best", "last", "average", "step-N"))
-    if (path / META).is_file():
-        return path
-    folder = CheckpointFolder(path / "checkpoints" if (path / "checkpoints").is_dir() else path)
+    folder = CheckpointFolder(Path(run) / "checkpoints")
     index, names = folder.index(), [each.name for each in folder.paths()]
     last = names[-1] if names else ""
     best = index["best"]["name"] if index["best"] else last
@@ -166,5 +163,5 @@ def find_checkpoint(path: Path | str, which: str = "best") -> Path:
     name = named.get(which, which if which in names else "")
     if not name or not (folder.folder / name).is_dir():
         listed = f"; it has {', '.join(names)}" if names else ""
-        raise CheckpointError(f"{path}: holds no {which} checkpoint{listed}")
+        raise CheckpointError(f"{run}: holds no {which} checkpoint{listed}")
     return folder.folder / name

@@ -285,7 +285,7 @@ class Trainer:
             "optimizer_name": self.config.optimizer,
             "schedule_name": self.config.schedule,
             "metric": self.config.metric,
-            "scaler": self._update.scaler_state(),
+            "scaler": self._update.scaler.state_dict(),
             "schedule": self._schedule.state_dict(),
             "sums": self._sums.state_dict(started),
             "position": asdict(self._at),

@@ -56,7 +56,8 @@ class _Step(nn.Module):
 class Update:
     """The optimizer and the computation of its gradients: call `gradients`, check the returned norm, then `apply`.
 
-    `module` computes the loss of a batch, wrapped for several processes; `parameters` in the optimizer's order.
+    `module` computes the loss of a batch, wrapped for several processes; `parameters` in the optimizer's order;
+    `scaler`: of the loss, with fp16.
     """
 
     def __init__(
@@ -73,12 +74,12 @@ class Update:
         together = self._known and processes.world == 1 and not compiled
         self._cast = [x for x in model.modules() if together and isinstance(x, nn.Linear | nn.MultiheadAttention)]
         self._called = list(model.modules())
-        self._scaler = torch.amp.GradScaler(self.device.type, enabled=config.precision == "fp16")
+        self.scaler = torch.amp.GradScaler(self.device.type, enabled=config.precision == "fp16")
 
     @property
     def loss_scale(self) -> float | None:
         """The factor of the loss, with fp16; waits for the device."""
-        return self._scaler.get_scale() if self._scaler.is_enabled() else None
+        return self.scaler.get_scale() if self.scaler.is_enabled() else None
 
     def autocast(self) -> AbstractContextManager[Any]:
         """Return the autocast context of the configured precision, for training and for validation."""
@@ -99,7 +100,7 @@ class Update:
             loss = self.backward(share.to(self.device, non_blocking=True), max(tokens, 1) if counts else math.inf)
             total += loss if counts else 0.0
         self._processes.sum(total)
-        self._scaler.unscale_(self.optimizer)
+        self.scaler.unscale_(self.optimizer)
         return total, self.norm(), tokens
 
     def backward(self, batch: Any, tokens: float | Tensor) -> Tensor:
@@ -114,7 +115,7 @@ class Update:
                 stack.enter_context(draw_seeds_together())
             loss: Tensor = self.module(batch)
         # DDP and FSDP2 average the gradients of the processes, but a step needs the sum.
-        self._scaler.scale(loss * self._processes.world / tokens).backward()  # type: ignore[no-untyped-call]
+        self.scaler.scale(loss * self._processes.world / tokens).backward()  # type: ignore[no-untyped-call]
         return loss.detach()
 
     def runs_known_code(self) -> bool:
@@ -137,15 +138,11 @@ class Update:
             nn.utils.clip_grads_with_norm_(self.parameters, self._config.clip_norm, norm)
         for group in self.optimizer.param_groups:
             group["lr"] = rate
-        self._scaler.step(self.optimizer)
-        self._scaler.update()
-
-    def scaler_state(self) -> dict[str, Any]:
-        """Return the loss scale and its history; empty without one."""
-        return self._scaler.state_dict()
+        self.scaler.step(self.optimizer)
+        self.scaler.update()
 
     def load_state_dict(self, optimizer: dict[int, dict[str, Any]], scaler: dict[str, Any]) -> None:
-        """Continue from `Checkpoint.optimizer_state` and `scaler_state`; a process takes its shard of whole tensors.
+        """Continue from `Checkpoint.optimizer_state` and `scaler`'s; a process takes its shard of whole tensors.
 
         Learning rate, weight decay and other options are those of the current configuration, not of the saved one.
         """
@@ -158,8 +155,8 @@ class Update:
                 optimizer[index][key] = local_shard(x, p) if x.dim() else x
         groups = self.optimizer.state_dict()["param_groups"]
         self.optimizer.load_state_dict({"state": optimizer, "param_groups": groups})
-        if scaler and self._scaler.is_enabled():
-            self._scaler.load_state_dict(scaler)
+        if scaler and self.scaler.is_enabled():
+            self.scaler.load_state_dict(scaler)
 
 
 def build_optimizer(model: nn.Module, config: TrainConfig) -> torch.optim.Optimizer:

@@ -307,9 +307,8 @@ class TranslationRun(Run):
 def load_translator(folder: Path | str, checkpoint: str = "best", device: torch.device | str = "cpu") -> Translator:
     """Load a run's model and tokenizers, ready to translate.
 
-    checkpoint: "best" (by validation), "last", "average", or a name such as "step-200"; several names, separated by
-    commas, are averaged. Raises the errors of
-    `fastformer.apps.runs.application.Application.load_weights`.
+    checkpoint: "best", "last", "average", a name such as "step-200", or several with commas, which are averaged.
+    Raises the errors of `fastformer.apps.runs.application.Application.load_weights`.
     """
     model, (source, target), data = APPLICATION.load(folder, checkpoint, device)
     return Translator(model, source, target, data.max_length)

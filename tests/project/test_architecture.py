@@ -169,7 +169,7 @@ def test_imports_load_no_more_than_they_need(tmp_path):
     statements = (
         "import fastformer",
         "fastformer.Transformer, fastformer.functional, fastformer.packing",
-        "fastformer.apps.models.Embedding, fastformer.apps.train.Trainer",
+        "import fastformer.apps.models, fastformer.apps.train",
         "sys.path.append(sys.argv[1]); import kernels; print(kernels.__file__)",
     )
     names = "print(*{name.split('.')[0] for name in sys.modules})"
@@ -184,6 +184,5 @@ def test_imports_load_no_more_than_they_need(tmp_path):
 def test_every_public_name_is_there():
     for name in fastformer.__all__:
         assert getattr(fastformer, name) is not None
-    for package in (fastformer, fastformer.apps):
-        with pytest.raises(AttributeError, match=f"'{package.__name__}' has no attribute 'nonsense'"):
-            package.nonsense  # noqa: B018
+    with pytest.raises(AttributeError, match="'fastformer' has no attribute 'nonsense'"):
+        fastformer.nonsense  # noqa: B018

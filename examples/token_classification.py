@@ -91,7 +91,6 @@ def main(folder: Path, count: int = 4000, epochs: int = 2, d_model: int = 64) ->
         settings,
         folder,
         validate=lambda model: {"accuracy": accuracy(model, held_out)},
-        architecture=config,
     ).fit()
 
     model.eval()

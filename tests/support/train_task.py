@@ -42,6 +42,11 @@ class Source:
             yield Rows(inputs * float("nan") if (epoch, index) == (0, self.poison) else inputs, labels)
 
 
+@dataclass(frozen=True)
+class Architecture:
+    width: int = 16
+
+
 def network(seed: int = 3, dropout: float = 0.2) -> nn.Sequential:
     torch.manual_seed(seed)
     return nn.Sequential(nn.Linear(6, 16), nn.LayerNorm(16), nn.ReLU(), nn.Dropout(dropout), nn.Linear(16, 4))
@@ -63,8 +68,10 @@ def config(**changes: Any) -> TrainConfig:
 
 
 def trainer(folder: Path, settings: TrainConfig, source: Any = None, **changes: Any) -> Trainer:
-    options: dict[str, Any] = {"validate": validate, "architecture": {"width": 16}, "show": False}
+    options: dict[str, Any] = {"validate": validate, "show": False}
     model = changes.pop("model", None) or network()
+    if not hasattr(model, "config"):
+        model.config = Architecture()
     loss = changes.pop("loss", summed_loss)
     return Trainer(model, loss, source or Source(), settings, folder, **{**options, **changes})
 

@@ -80,8 +80,7 @@ APPLICATION = Application(
     network=SequenceClassifier,
     train=ClassificationTrainConfig,
     length="max_length",
-    vocabularies=("vocabulary",),
-    tokenizers=("tokenizer",),
+    tokenizers={"vocabulary": "tokenizer"},
     corpus=("dataset", "train_text", "valid_text", "test_text", "size"),
     automatic=(*CHOSEN, "layers", "batch_sentences"),
 )

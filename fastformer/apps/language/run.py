@@ -131,8 +131,7 @@ APPLICATION = Application(
     network=LanguageModel,
     train=LanguageTrainConfig,
     length="context",
-    vocabularies=("vocabulary",),
-    tokenizers=("tokenizer",),
+    tokenizers={"vocabulary": "tokenizer"},
     corpus=("dataset", "train_text", "valid_text", "test_text", "size"),
     automatic=(*CHOSEN, "layers", "context", "batch_tokens"),
 )

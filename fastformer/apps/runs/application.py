@@ -55,8 +55,7 @@ class Application:
     network: type[nn.Module]  # constructed from `model`
     train: type[TrainConfig]  # or a subclass with other defaults
     length: str  # setting of `data` that limits the length of sequences
-    vocabularies: tuple[str, ...]  # settings of `model` that are the sizes of the tokenizers
-    tokenizers: tuple[str, ...]  # their folders within the run folder
+    tokenizers: Mapping[str, str]  # setting of `model` that is the size -> folder within the run folder
     corpus: tuple[str, ...]  # settings of `data` that name the text, either of the first two, and its size
     automatic: tuple[str, ...] = ()  # settings that the command chooses if they are not given
     pretrained: Callable[[Path], tuple[Tokenizer, ...]] | None = None  # reads the tokenizers of a model of transformers
@@ -70,7 +69,7 @@ class Application:
 
         Raises ValueError if a setting is out of range, or sequences are longer than learned positions hold.
         """
-        sizes = {name: each.size for name, each in zip(self.vocabularies, tokenizers, strict=True)}
+        sizes = {name: each.size for name, each in zip(self.tokenizers, tokenizers, strict=True)}
         ids = {name: getattr(tokenizers[-1], name) for name in _IDS if name in derived(self.model)}
         classes = {"classes": len(data.labels or ("", ""))} if hasattr(data, "labels") else {}  # 2 until they are known
         config = self.model(**{**model, **sizes, **ids, **classes})
@@ -91,7 +90,7 @@ class Application:
             model = {**fitting_shape(model, self.model.d_model), **model}  # type: ignore[attr-defined]
         ids = data.special_ids if hasattr(data, "special_ids") else SpecialIds()
         tokenizer = SimpleNamespace(size=data.vocabulary or max(ids.names()) + 1, **vars(ids))
-        return self.model_config(model, [tokenizer] * len(self.vocabularies), data)
+        return self.model_config(model, [tokenizer] * len(self.tokenizers), data)
 
     def reject_unused_options(
         self, given: Given, data: Any, model: Mapping[str, Any], train: TrainConfig, device: torch.device | str
@@ -148,7 +147,7 @@ class Application:
 
     def save_tokenizers(self, folder: Path, tokenizers: Sequence[Tokenizer]) -> None:
         """Write the tokenizers of a run folder."""
-        for name, tokenizer in zip(self.tokenizers, tokenizers, strict=True):
+        for name, tokenizer in zip(self.tokenizers.values(), tokenizers, strict=True):
             tokenizer.save(folder / name)
 
     def read_config(self, folder: Path | str) -> dict[str, dict[str, Any]]:
@@ -199,14 +198,14 @@ class Application:
         Raises FileNotFoundError without a run or a file, ValueError for a file that is damaged or of another run.
         """
         config = config or self.model(**self.read_config(folder)["model"])
-        paths = [Path(folder) / name for name in self.tokenizers]
+        paths = [Path(folder) / name for name in self.tokenizers.values()]
         tokenizers = tuple(load_tokenizer(path) for path in paths)
         self._check_tokenizers(tokenizers, config, paths)
         return tokenizers
 
     def _check_tokenizers(self, tokenizers: Sequence[Tokenizer], config: Any, paths: Sequence[Path]) -> None:
-        vocabularies = zip(self.vocabularies, tokenizers, paths, strict=True)
-        values = [(name, tokenizer.size, path) for name, tokenizer, path in vocabularies]
+        sizes = zip(self.tokenizers, tokenizers, paths, strict=True)
+        values = [(name, tokenizer.size, path) for name, tokenizer, path in sizes]
         values += [(name, getattr(tokenizers[-1], name), paths[-1]) for name in _IDS if name in derived(self.model)]
         for name, value, path in values:
             if getattr(config, name) != value:

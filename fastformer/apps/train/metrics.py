@@ -39,10 +39,8 @@ class MetricsLog:
         self._write_csv()
         self._events: Any = None
         if tensorboard:
-            try:
-                from torch.utils.tensorboard import SummaryWriter
-            except ImportError:
-                raise ValueError("tensorboard=True needs TensorBoard: pip install 'fastformer[tensorboard]'") from None
+            from torch.utils.tensorboard import SummaryWriter
+
             step = self._records[-1]["step"] + 1 if self._records else 0
             self._events = SummaryWriter(str(self.folder / "tensorboard"), purge_step=step)
 

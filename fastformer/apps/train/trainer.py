@@ -49,8 +49,8 @@ class Trainer:
     batches: a `BatchSource`. validate(model): {"loss": mean per token, "bleu": …} in eval mode without gradients;
     "perplexity" is added from "loss" when absent, and a text "bleu_signature" is logged beside "bleu". A `Validation`
     scores fewer examples if it would take over a tenth of a budget in minutes; any other function is called as it is.
-    architecture: the model's configuration (dataclass or mapping), stored in each checkpoint and compared on resuming;
-    None: `model.config`, if it is a dataclass. clock: returns seconds, in place of the clocks of the configuration.
+    `model.config`, if it is a dataclass, is stored in each checkpoint and compared on resuming. clock: returns seconds,
+    in place of the clocks of the configuration.
 
     Within `join_processes`, all processes make the same Trainer and call the same methods.
     """
@@ -64,7 +64,6 @@ class Trainer:
         folder: Path | str,
         *,
         validate: Callable[[Any], Mapping[str, float | str]] | None = None,
-        architecture: Any = None,
         show: bool = True,
         clock: Callable[[], float] | None = None,
     ) -> None:
@@ -73,9 +72,8 @@ class Trainer:
         self._batches, self._validation = batches, validate
         self._processes = processes = Processes.current()
         check_machine(config, self.device, processes.world)
-        if architecture is None and is_dataclass(getattr(model, "config", None)):
-            architecture = model.config
-        self._architecture = architecture
+        architecture = getattr(model, "config", None)
+        self._architecture = architecture if is_dataclass(architecture) else None
         self._clock = clock or (time.process_time if config.clock == "cpu" else time.monotonic)
         self._wall_clock = clock or time.monotonic
         self._update = new_update(model, loss, config, processes)

@@ -199,8 +199,7 @@ APPLICATION = Application(
     network=TranslationModel,
     train=TrainConfig,
     length="max_length",
-    vocabularies=("source_vocabulary", "target_vocabulary"),
-    tokenizers=("tokenizer/source", "tokenizer/target"),
+    tokenizers={"source_vocabulary": "tokenizer/source", "target_vocabulary": "tokenizer/target"},
     corpus=(
         *("dataset", "train_source", "source", "target", "train_target", "valid_source", "valid_target"),
         *("test_source", "test_target", "valid_size", "test_size", "train_size"),

@@ -22,7 +22,7 @@ from fastformer.apps.train import (
 )
 from fastformer.apps.train.interrupt import interruptible
 from tests.support.python import python
-from tests.support.train_task import Clock, Source, config, network, summed_loss, trainer
+from tests.support.train_task import Architecture, Clock, Source, config, network, summed_loss, trainer
 
 TIMES = ("seconds", "tokens_per_second")
 
@@ -190,8 +190,10 @@ def test_another_optimiser_or_architecture_and_a_run_in_the_folder_are_refused_i
     trainer(tmp_path, config(steps=5)).fit()
     with pytest.raises(CheckpointError, match=r"was trained with optimizer=adamw, not sgd"):
         trainer(tmp_path, config(optimizer="sgd")).resume()
+    wider = network()
+    wider.config = Architecture(32)
     with pytest.raises(CheckpointError, match=r"another architecture: it has width=16, this model 32"):
-        trainer(tmp_path, config(), architecture={"width": 32}).resume()
+        trainer(tmp_path, config(), model=wider).resume()
     with pytest.raises(ValueError, match="already holds checkpoints"):
         trainer(tmp_path, config(steps=5)).fit()
     assert CheckpointFolder(tmp_path / "checkpoints").open().step == 5

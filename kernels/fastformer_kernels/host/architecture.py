@@ -28,7 +28,7 @@ def architecture_of(target: str) -> str | None:
     - sm_86: mma.sync, 99 KiB. Desktop GPUs: sm_86, sm_89, sm_120 and newer ones.
     - sm_90: wgmma, 227 KiB.
     - sm_100: tcgen05, 227 KiB. sm_100 to sm_110.
-    - gfx9: MFMA, 64 lanes a wave, 64 KiB. gfx90a, gfx942, gfx950 (MI200 and MI300).
+    - gfx9: MFMA, 64 lanes a wave, 64 KiB (gfx950: 160). gfx90a, gfx942, gfx950 (MI200, MI300, MI350).
     - gfx12: WMMA, 32 lanes a wave, 64 KiB. gfx11 and gfx12 (RX 7000 and RX 9000).
     """
     if target.startswith("gfx"):

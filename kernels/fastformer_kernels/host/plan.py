@@ -1,7 +1,7 @@
 """Plans of launchers: tensors of the same description get the same allocations and the same launches.
 
 A launcher depends on shapes, strides, dtypes, alignments and numbers alone: it chooses tiles, allocates, and binds up
-to 70 arguments. The first call of a description is recorded; later calls, such as those of a model's other layers,
+to 77 arguments. The first call of a description is recorded; later calls, such as those of a model's other layers,
 repeat the record. A call that uses or returns a tensor that is neither an argument nor `noted` has no plan, and always
 runs the launcher; tests/kernels/test_plan.py looks for launchers that do more than they note.
 

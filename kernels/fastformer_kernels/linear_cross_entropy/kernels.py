@@ -10,8 +10,8 @@ dW, which accumulates in fp32 over the chunks (half inputs: `torch.addmm(out_dty
 The buffer of a chunk has rows padded to a multiple of 16: for any V, loads and stores are whole vectors, and the matrix
 products get the alignment that their fast kernels require.
 
-fp16: numbers below 6e-8 are zero in fp16, and so is most of a softmax over many classes. The gradient, at most 1 in
-size, is stored times 2^15; the matrix products undo this by their factor, which is applied in fp32.
+fp16 rounds numbers below 3e-8 to zero: most of a softmax over many classes. So the gradient, at most 1 in size, is
+stored times 2^15; the matrix products divide by that with their factor alpha, which is applied in fp32.
 """
 
 import torch
@@ -34,7 +34,7 @@ _TOGETHER = tl.constexpr(8)
 def chunk_rows(M: int, V: int, itemsize: int) -> int:
     """Choose how many rows have their logits in memory at once: at most CHUNK_ROWS, and CHUNK_BYTES of logits.
 
-    M rows are divided evenly: 4097 rows are two chunks of about 2,050. A chunk of one row would read all of W and add
+    M rows are divided evenly: 4,097 rows are chunks of 2,176 and 1,921. A chunk of one row would read all of W and add
     to all of dW. bf16: V = 32,768 gives 4,096 rows, V = 262,144 gives 512. Others were not timed.
     """
     limit = min(CHUNK_ROWS, max(1, CHUNK_BYTES // (V * itemsize)))
@@ -47,8 +47,9 @@ def chunk_rows(M: int, V: int, itemsize: int) -> int:
 def _config(V: int) -> dict[str, int]:
     """Choose the tile of one row: 16 logits a thread, two loads of 16 bytes of bf16.
 
-    With 40 to 60 registers, four to six blocks share a multiprocessor of sm_90: while one computes, others load. Loads
-    ahead of time (`num_stages=2`) took twice the registers and left two. Other tiles were not timed on a GPU.
+    With 46 to 58 registers, four or five blocks of the kernel with gradients share a multiprocessor of sm_90: while one
+    computes, others load. Prefetching (`num_stages=2`) took twice the registers and left two. Other tiles were not
+    timed on a GPU.
     """
     BLOCK = min(power_of_two(V, 32), 4096)
     return {"BLOCK": BLOCK, "num_warps": max(1, BLOCK // 512), "num_stages": 1}

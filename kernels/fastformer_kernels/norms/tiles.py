@@ -25,10 +25,11 @@ def is_wide(N: int) -> bool:
 
 
 def forward_tile(N: int) -> dict[str, int]:
-    """Choose the tile of a kernel that reads rows once, not wide ones: a warp for 1,024 columns, and two rows at least.
+    """Choose the forward tile of rows that fit in one (`is_wide`): a warp for 1,024 columns, and two rows at least.
 
-    Rows of up to 1,024 are summed within a warp, without barriers. On an H200 layer norm of rows of 512, 768, 1,024,
-    2,048 and 8,192 took 0.96, 0.75, 1.01, 0.99 and 0.71 of the time of 4 warps and more with 16 elements a thread.
+    Of more than 4,096 columns it is one row. Rows of up to 1,024 are summed within a warp, without barriers. On an H200
+    layer norm of rows of 512, 768, 1,024, 2,048 and 8,192 took 0.96, 0.75, 1.01, 0.99 and 0.71 of the time of 4 warps
+    and more with 16 elements a thread.
     """
     BLOCK_N = power_of_two(N, 16)
     rows = 2 if BLOCK_N <= 4096 else 1  # two of 8,192 took 1.08 times as long
@@ -36,9 +37,9 @@ def forward_tile(N: int) -> dict[str, int]:
 
 
 def dropout_tile(N: int) -> dict[str, int]:
-    """Choose the tile of forward with dropout and residual: as `forward_tile`, but at most 32 elements a thread.
+    """Choose the forward tile with dropout and residual: two rows at least, 32 elements a thread.
 
-    More registers are taken here: by the residual, and by random numbers.
+    `forward_tile` has up to 64; here the residual and random numbers take registers, too.
     """
     BLOCK_N = power_of_two(N, 16)
     return {"BLOCK_M": max(1024 // BLOCK_N, 2), "BLOCK_N": BLOCK_N, "num_warps": max(BLOCK_N // 512, 1)}

@@ -252,7 +252,7 @@ def test_backward_makes_no_tensor_for_what_replaces_another(activation, wide, mo
     tensors = leaves(inputs_of((M, 4), F, 3, activation, dtype=torch.float32))
     out = feed_forward(*tensors, activation=activation)
     sizes = []
-    monkeypatch.setattr(kernels, "noted", lambda x: sizes.append(x.numel()) or x)
+    monkeypatch.setattr(kernels, "recorded", lambda x: sizes.append(x.numel()) or x)
     out.sum().backward()
     assert sum(size for size in sizes if size >= M * F) == wide * M * F
 

@@ -79,7 +79,7 @@ def test_plans_of_sizes_that_never_repeat_do_not_add_up(monkeypatch):
 
     monkeypatch.setattr(plan.knobs.runtime, "interpret", False)
     monkeypatch.setattr(plan, "_record_call", watch)
-    monkeypatch.setattr(plan, "_MOST", 4)
+    monkeypatch.setattr(plan, "_MOST_PLANS", 4)
     run = plan.planned(lambda x: x)
     for size in range(1, 20):
         run(torch.ones(size))

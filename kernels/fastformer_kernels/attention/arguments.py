@@ -1,7 +1,7 @@
-"""Arguments of every attention op besides the tensors of heads: one record, and its text in a schema.
+"""Arguments that all attention ops share, besides q, k and v.
 
-Does not import Triton, so that ops can be registered before Triton is imported. The fields are listed here only:
-schemas are made of them, callers pass them by name or order, and launchers read them as `problem.Problem`.
+They are listed here only: the schemas of the ops are made of the fields, callers pass them in this order, and launchers
+read them as `problem.Problem`. Does not import Triton, so that ops can be registered without it.
 """
 
 from typing import NamedTuple, get_type_hints
@@ -12,7 +12,7 @@ from torch import Tensor
 class Arguments(NamedTuple):
     """Arguments of an attention op: first the numbers, then the tensors, which autograd saves."""
 
-    queries: int  # T; of the longest sequence where packed
+    queries: int  # T; packed: that of the longest sequence
     keys: int  # S; likewise
     scale: float
     shift: int = 0  # of the diagonal, where there are no bounds

@@ -21,15 +21,15 @@ from torch import Tensor
 from fastformer_kernels.attention.delta import launch_delta
 from fastformer_kernels.attention.problem import (
     Problem,
-    attends,
+    attention_kernel,
     exact_precision,
     is_exact,
-    lined_up,
     row_strides,
     rows_of,
     side_by_side,
     views,
     wider,
+    with_aligned_rows,
 )
 from fastformer_kernels.attention.scores import (
     bias_of_head,
@@ -45,11 +45,11 @@ from fastformer_kernels.attention.scores import (
     through_cap,
     weight_gradient,
 )
-from fastformer_kernels.host.launch import guard, launch, noted
+from fastformer_kernels.host.launch import guard, launch, recorded
 from fastformer_kernels.random import row_keys
 
 
-@attends
+@attention_kernel
 def _attention_keys_values(
     q_ptr, k_ptr, v_ptr, dout_ptr, lse_ptr, delta_ptr, dk_ptr, dv_ptr, dweights_ptr,
     bounds_ptr, key_mask_ptr, mask_ptr, bias_ptr, seed_ptr,
@@ -151,7 +151,7 @@ def _attention_keys_values(
     tl.store(dv_ptr + wide * stride_dv_s * ALIGN + v_dims[None, :], dv, mask=written & in_value)
 
 
-@attends
+@attention_kernel
 def _attention_queries(
     q_ptr, k_ptr, v_ptr, dout_ptr, lse_ptr, delta_ptr, out_ptr, added_ptr, dq_ptr, dweights_ptr,
     bounds_ptr, key_mask_ptr, mask_ptr, bias_ptr, seed_ptr,
@@ -236,8 +236,8 @@ def _attention_queries(
 def _like(x: Tensor) -> Tensor:
     """Return an empty tensor of x's shape; dense ones are laid out as `[B, T, H, K]`, as projections make them."""
     if x.dim() == 3:
-        return noted(x.new_empty(x.shape))
-    return noted(x.new_empty((x.shape[0], x.shape[2], x.shape[1], x.shape[3])).transpose(1, 2))
+        return recorded(x.new_empty(x.shape))
+    return recorded(x.new_empty((x.shape[0], x.shape[2], x.shape[1], x.shape[3])).transpose(1, 2))
 
 
 def backward(
@@ -269,9 +269,10 @@ def backward(
     B, H, T, S = problem.sizes(q)
     wide = wider(q, v)
     dq, dk, dv = (
-        _like(x) if needed else noted(x.new_empty(0)) for x, needed in ((q, wants_q), (k, wants_keys), (v, wants_keys))
+        _like(x) if needed else recorded(x.new_empty(0))
+        for x, needed in ((q, wants_q), (k, wants_keys), (v, wants_keys))
     )
-    delta = noted(lse.new_empty(rows_of(q)))
+    delta = recorded(lse.new_empty(rows_of(q)))
     if q.numel() == 0 or k.numel() == 0:
         return dq.zero_(), dk.zero_(), dv.zero_(), delta.zero_()
     gradients = [x for x, needed in ((dq, wants_q), (dk, wants_keys), (dv, wants_keys)) if needed]
@@ -283,7 +284,7 @@ def backward(
     align, (q_view, k_view, v_view, dout_view, out_view, *gradient_views) = views(q, k, v, dout, out, *gradients)
     dq_strides = gradient_views[0].strides
     # In fp32 a tile is loaded asynchronously even where the number of keys is odd; 16 bits would be loaded one by one.
-    dweights = None if dweights is None else lined_up(dweights.float())
+    dweights = None if dweights is None else with_aligned_rows(dweights.float())
     inputs = (q_view.data, k_view.data, v_view.data, dout_view.data, lse, delta)
     looked_up = (q if dweights is None else dweights, *problem.pointers(q))
     input_strides = (*q_view.strides, *k_view.strides, *v_view.strides, *dout_view.strides, *row_strides(lse, q))
@@ -307,7 +308,8 @@ def backward(
             grid, sizes = (B * H * tiles,), (lse.numel() // 2, T, S, tiles, together)
             tensors = (*inputs, out_view.data, lse if added is None else added.contiguous(), dq, *looked_up)
             strides = (*input_strides, *out_view.strides, *dq_strides, *mask_strides)
-            # Behind a branch, Triton 3.7 puts no fence before tf32's third product, whose keys a store has turned.
+            # With the branch, Triton 3.7 puts no fence between the store that transposes the keys and tf32's third
+            # product, which reads them.
             constants_of_dq = {**constants, "OWN_DELTA": own_delta, "STRAIGHT": q.dtype == torch.float32}
             launch(_attention_queries, grid, *tensors, *strides, *sizes, *scalars, **constants_of_dq, **tile)
         if wants_keys:

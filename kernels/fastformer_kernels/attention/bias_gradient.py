@@ -14,11 +14,11 @@ from torch import Tensor
 
 from fastformer_kernels.attention.problem import (
     Problem,
-    attends,
-    lined_up,
+    attention_kernel,
     row_strides,
     views,
     wider,
+    with_aligned_rows,
 )
 from fastformer_kernels.attention.scores import (
     bias_of_head,
@@ -30,11 +30,11 @@ from fastformer_kernels.attention.scores import (
     seen_range,
     weight_gradient,
 )
-from fastformer_kernels.host.launch import device_of, guard, launch, noted
+from fastformer_kernels.host.launch import device_of, guard, launch, recorded
 from fastformer_kernels.random import row_keys
 
 
-@attends
+@attention_kernel
 def _attention_bias_gradient(
     q_ptr, k_ptr, v_ptr, dout_ptr, lse_ptr, delta_ptr, lines_ptr, dweights_ptr,
     bounds_ptr, key_mask_ptr, mask_ptr, bias_ptr, seed_ptr,
@@ -125,7 +125,7 @@ def _attention_bias_gradient(
     tl.store(at + columns_of_tile[None, :], total)
 
 
-@attends
+@attention_kernel
 def _attention_bias_sum(
     lines_ptr, dbias_ptr, line, first_diagonal, positions, longest, parts, blocks,
     H: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_S: tl.constexpr, BLOCK_D: tl.constexpr,
@@ -167,11 +167,11 @@ def bias_gradient(
     assert problem.distance_bias is not None
     B, H, T, S = problem.sizes(q)
     positions, longest = (problem.distance_bias.shape[1] + 1) // 2, max(T, S)
-    dbias = noted(q.new_empty((H, 2 * positions - 1), dtype=torch.float32))
+    dbias = recorded(q.new_empty((H, 2 * positions - 1), dtype=torch.float32))
     if B == 0 or q.numel() == 0 or k.numel() == 0:
         return dbias.zero_()
     align, (q_view, k_view, v_view, dout_view) = views(q, k, v, dout)
-    dweights = None if dweights is None else lined_up(dweights.float())
+    dweights = None if dweights is None else with_aligned_rows(dweights.float())
     wide = wider(q, v)
     tile = problem.tile("bias", wide)
     BLOCK_T, BLOCK_S = tile["BLOCK_T"], tile["BLOCK_S"]
@@ -181,7 +181,7 @@ def bias_gradient(
     # Two programs per multiprocessor; with few heads and diagonals, each takes a part of the sequences.
     parts = max(1, min(B, 2 * device_of(q).multiprocessors // (H * diagonals)))
     line = diagonals * BLOCK_S
-    lines = noted(q.new_empty((parts, H, BLOCK_T, line), dtype=torch.float32))
+    lines = recorded(q.new_empty((parts, H, BLOCK_T, line), dtype=torch.float32))
     looked_up = (q if dweights is None else dweights, *problem.pointers(q))
     tensors = (q_view.data, k_view.data, v_view.data, dout_view.data, lse, delta, lines, *looked_up)
     input_strides = (*q_view.strides, *k_view.strides, *v_view.strides, *dout_view.strides, *row_strides(lse, q))

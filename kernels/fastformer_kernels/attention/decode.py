@@ -2,8 +2,8 @@
 
 One program for each sequence and key head would leave most of a GPU idle at small batches. So the keys are divided: a
 program writes the unnormalised sum, maximum and weight of its share, and a second kernel combines the shares
-(Flash-Decoding, Dao et al. 2023).
-With one share the first kernel writes the output.
+(Flash-Decoding, Dao et al. 2023). With one share the first kernel writes the output.
+
 All query heads that share a key head, and all T queries, are rows of one tile, so that keys and values are read once.
 Inference only; no mask other than bounds, key mask, causality, window and a bias by distance; no dropout.
 """
@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from fastformer_kernels.attention.problem import Problem, attends, head_size, views, wider
+from fastformer_kernels.attention.problem import Problem, attention_kernel, head_size, views, wider
 from fastformer_kernels.attention.scores import (
     bias_of_head,
     fold,
@@ -28,7 +28,7 @@ from fastformer_kernels.attention.scores import (
     sink,
     visible,
 )
-from fastformer_kernels.host.launch import device_of, guard, launch, noted, power_of_two
+from fastformer_kernels.host.launch import device_of, guard, launch, power_of_two, recorded
 
 
 @triton.jit
@@ -40,7 +40,7 @@ def _weights_of_rows(total, peak, real, sinks_ptr, h):
     return alive, tl.where(alive, total, 1.0)
 
 
-@attends
+@attention_kernel
 def _attention_split(
     q_ptr, k_ptr, v_ptr, out_ptr, part_ptr, peak_ptr, total_ptr, sinks_ptr, lengths_ptr, bounds_ptr,
     key_mask_ptr, bias_ptr,
@@ -116,7 +116,7 @@ def _attention_split(
         tl.store(total_ptr + row, total, mask=rows < T)
 
 
-@attends
+@attention_kernel
 def _attention_combine(
     part_ptr, peak_ptr, total_ptr, out_ptr, bounds_ptr, sinks_ptr, stride_out_b, stride_out_h, stride_out_t, T, splits,
     H: tl.constexpr, GROUP: tl.constexpr, V: tl.constexpr, HAS_BOUNDS: tl.constexpr, ALIGN: tl.constexpr,
@@ -167,7 +167,7 @@ def decode(q: Tensor, k: Tensor, v: Tensor, *arguments: Any) -> Tensor:
     if problem.bounds is not None and problem.bounds.dim() == 1:
         lengths, problem = problem.bounds.contiguous(), problem._replace(bounds=None)
     B, H, T, S = problem.sizes(q)
-    out = noted(q.new_empty((B, T, H, v.shape[-1])).transpose(1, 2))
+    out = recorded(q.new_empty((B, T, H, v.shape[-1])).transpose(1, 2))
     if q.numel() == 0 or k.numel() == 0:
         return out.zero_()
     heads, group, wide = k.shape[1], H // k.shape[1], wider(q, v)
@@ -175,7 +175,7 @@ def decode(q: Tensor, k: Tensor, v: Tensor, *arguments: Any) -> Tensor:
     splits = _shares(q, B * heads, -(-S // tile["BLOCK_S"]))
     rows = (B * heads, splits, T * group)
     sizes_of_shares = [(*rows, v.shape[-1]), rows, rows] if splits > 1 else []
-    shares = [noted(q.new_empty(size, dtype=torch.float32)) for size in sizes_of_shares] or [None] * 3
+    shares = [recorded(q.new_empty(size, dtype=torch.float32)) for size in sizes_of_shares] or [None] * 3
     align, (q_view, k_view, v_view, out_view) = views(q, k, v, out)
     bounds, key_mask, _, bias, _ = problem.pointers(q)
     tensors = (q_view.data, k_view.data, v_view.data, out, *shares, problem.sinks, lengths, bounds, key_mask, bias)

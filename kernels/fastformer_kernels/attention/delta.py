@@ -6,12 +6,12 @@ The kernel of dQ loads a tile of dout anyway, so that it saves a launch and a re
 import triton.language as tl
 from torch import Tensor
 
-from fastformer_kernels.attention.problem import Problem, View, attends, head_size, row_strides
+from fastformer_kernels.attention.problem import Problem, View, attention_kernel, head_size, row_strides
 from fastformer_kernels.attention.scores import load_bounds, offset, row_delta
 from fastformer_kernels.host.launch import launch
 
 
-@attends
+@attention_kernel
 def _attention_delta(
     out_ptr, dout_ptr, delta_ptr, added_ptr, bounds_ptr,
     stride_out_b, stride_out_h, stride_out_t, stride_dout_b, stride_dout_h, stride_dout_t,

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from fastformer_kernels.attention.problem import (
     Problem,
-    attends,
+    attention_kernel,
     exact_precision,
     head_width,
     is_exact,
@@ -41,7 +41,7 @@ from fastformer_kernels.attention.scores import (
     visible,
 )
 from fastformer_kernels.constants import LOG2E
-from fastformer_kernels.host.launch import device_of, guard, launch, noted
+from fastformer_kernels.host.launch import device_of, guard, launch, recorded
 from fastformer_kernels.random import row_keys
 
 
@@ -61,7 +61,7 @@ def _dots(
     return tl.dot(q, tl.trans(k), input_precision=PRECISION, out_dtype=tl.float32)
 
 
-@attends
+@attention_kernel
 def _attention(
     q_ptr, k_ptr, v_ptr, out_ptr, lse_ptr, sinks_ptr, bounds_ptr, key_mask_ptr, mask_ptr, bias_ptr,
     seed_ptr,
@@ -199,8 +199,8 @@ def forward(q: Tensor, k: Tensor, v: Tensor, *arguments: Any) -> tuple[Tensor, T
     B, H, T, S = problem.sizes(q)
     packed = q.dim() == 3
     V = v.shape[-1]
-    out = noted(q.new_empty((*q.shape[:2], V)) if packed else q.new_empty((B, T, H, V)).transpose(1, 2))
-    lse = noted(q.new_empty(problem.rows(q), dtype=torch.float32))
+    out = recorded(q.new_empty((*q.shape[:2], V)) if packed else q.new_empty((B, T, H, V)).transpose(1, 2))
+    lse = recorded(q.new_empty(problem.rows(q), dtype=torch.float32))
     if q.numel() == 0 or k.numel() == 0:
         return out.zero_(), lse.fill_(float("inf"))
     align, (q_view, k_view, v_view, out_view) = views(q, k, v, out)

@@ -1,8 +1,7 @@
 """Fused attention, the gradient of an additive mask: that of the scores, summed over the mask's broadcast dimensions.
 
-A program owns one tile `[BLOCK_T, BLOCK_S]` of the mask and adds up the batches and heads that share it, in order. So
-the result is deterministic, and a smaller mask needs no `[B, H, T, S]` tensor. Sums over queries or
-keys are left to the caller.
+A program computes one tile `[BLOCK_T, BLOCK_S]` of the mask, and adds up the batches and heads that share it, in order.
+So the result is deterministic, and a smaller mask needs no `[B, H, T, S]` tensor. The caller sums over queries or keys.
 """
 
 from typing import Any
@@ -13,12 +12,12 @@ from torch import Tensor
 
 from fastformer_kernels.attention.problem import (
     Problem,
-    attends,
-    lined_up,
+    aligned_length,
+    attention_kernel,
     row_strides,
     views,
-    whole_lines,
     wider,
+    with_aligned_rows,
 )
 from fastformer_kernels.attention.scores import (
     bias_of_head,
@@ -30,11 +29,11 @@ from fastformer_kernels.attention.scores import (
     seen_range,
     weight_gradient,
 )
-from fastformer_kernels.host.launch import guard, launch, noted
+from fastformer_kernels.host.launch import guard, launch, recorded
 from fastformer_kernels.random import row_keys
 
 
-@attends
+@attention_kernel
 def _attention_mask_gradient(
     q_ptr, k_ptr, v_ptr, dout_ptr, lse_ptr, delta_ptr, dmask_ptr, dweights_ptr,
     bounds_ptr, key_mask_ptr, mask_ptr, bias_ptr, seed_ptr,
@@ -130,11 +129,11 @@ def mask_gradient(
     B, H, T, S = problem.sizes(q)
     shape = (1, 1, 1, 1, *problem.mask.shape)[-4:]
     sum_b, sum_h = shape[0] == 1, shape[1] == 1
-    dmask = noted(q.new_empty((1 if sum_b else B, 1 if sum_h else H, T, whole_lines(S)), dtype=torch.float32))
+    dmask = recorded(q.new_empty((1 if sum_b else B, 1 if sum_h else H, T, aligned_length(S)), dtype=torch.float32))
     if dmask.numel() == 0 or B * H == 0:
         return dmask.zero_()
     align, (q_view, k_view, v_view, dout_view) = views(q, k, v, dout)
-    dweights = None if dweights is None else lined_up(dweights.float())
+    dweights = None if dweights is None else with_aligned_rows(dweights.float())
     tile = problem.tile("scores", wider(q, v))
     tiles, key_tiles = -(-T // tile["BLOCK_T"]), -(-S // tile["BLOCK_S"])
     grid = (dmask.shape[0] * dmask.shape[1] * tiles * key_tiles,)

@@ -1,9 +1,9 @@
-"""Host code of all attention launchers: the arguments in the form that kernels take, and bounds of sequences.
+"""Host code of all attention launchers: the arguments in the form that kernels take, and the bounds of sequences.
 
-The bounds are computed on the device, so the host waits for nothing. Lengths, a bool key mask or the offsets of packed
-sequences become one int32 `[B, 8]` tensor that every attention kernel reads; `scores` names its columns. A key mask
-is reduced to its first and last real key, for skipping tiles of padding on the left and on the right, and a
-flag for gaps in between.
+Lengths, a bool key mask or the offsets of packed sequences become one int32 tensor `[B, 8]`, the bounds, which every
+attention kernel reads; `scores` names its columns. Of a key mask they hold the first and the last real key, so that
+tiles of padding on either side are skipped, and a flag for padding in between. The bounds are computed on the device,
+so the host does not wait.
 """
 
 from typing import Any, NamedTuple
@@ -22,21 +22,21 @@ from fastformer_kernels.host.launch import (
     inner_contiguous,
     kernel,
     launch,
-    noted,
     power_of_two,
     precision,
+    recorded,
     threshold_and_scale,
 )
 
-# Strides that kernels are specialised for: rows of masks, of the mask's gradient and of the weights' gradient are
-# `lined_up`. Not every kernel has them all.
-attends = kernel(
+# The decorator of attention kernels. They are specialised for those of these strides that they have: rows of masks, of
+# the mask's gradient and of the weights' gradient are aligned (`with_aligned_rows`).
+attention_kernel = kernel(
     *("stride_mask_b", "stride_mask_h", "stride_mask_t", "stride_mask_s"),
     *("stride_dmask_b", "stride_dmask_h", "stride_dmask_t"),
     *("stride_dweights_b", "stride_dweights_h", "stride_dweights_t"),
     anywhere=["bounds_ptr", "lengths_ptr", "key_mask_ptr", "bias_ptr", "seed_ptr", "sinks_ptr"],
 )
-_LINE = 16  # elements
+_ROW_ALIGNMENT = 16  # elements
 _BLOCK = tl.constexpr(1024)  # keys that the kernel of the bounds reads at a time
 
 
@@ -51,9 +51,9 @@ def views(*tensors: Tensor) -> tuple[int, list[View]]:
     """Describe tensors of heads, copied if their last dimension is not contiguous.
 
     Returns:
-        The alignment, and the views. Every stride is a multiple of the alignment, 16 bytes where it can be: multiplied
-        in the kernel, it tells the compiler that rows can be loaded in whole vectors, where a head size such as 40 or
-        72 hides that. Compiled for head size 72 without it: 16-bit loads, and a third more registers.
+        The alignment ALIGN in elements, and the views. ALIGN is 16 bytes if all strides are multiples of that, else one
+        element. Kernels multiply strides by it, so the compiler knows that rows can be loaded in whole vectors, also
+        for head sizes such as 40 and 72. Compiled for head size 72 without it: 16-bit loads, a third more registers.
     """
     in_elements, bits = [], 0
     for x in tensors:
@@ -68,25 +68,25 @@ def views(*tensors: Tensor) -> tuple[int, list[View]]:
     return align, [View(x, (s[0] // align, s[1] // align, s[2] // align)) for x, s in in_elements]
 
 
-def lined_up(x: Tensor) -> Tensor:
+def with_aligned_rows(x: Tensor) -> Tensor:
     """Return x `[..., S]`, copied unless its rows begin at multiples of 16 elements, which kernels rely on.
 
     Kernels then load tiles in whole vectors. Compiled for odd S they took 40 to 90 registers more, and spilled.
     """
     rows = [stride for size, stride in zip(x.shape[:-1], x.stride()[:-1], strict=True) if size > 1]
-    if x.stride(-1) == 1 and x.data_ptr() % 16 == 0 and not any(stride % _LINE for stride in rows):
+    if x.stride(-1) == 1 and x.data_ptr() % 16 == 0 and not any(stride % _ROW_ALIGNMENT for stride in rows):
         return x
-    copy = x.new_empty((*x.shape[:-1], whole_lines(x.shape[-1])))[..., : x.shape[-1]]
+    copy = x.new_empty((*x.shape[:-1], aligned_length(x.shape[-1])))[..., : x.shape[-1]]
     return copy.copy_(x)
 
 
-def whole_lines(columns: int) -> int:
+def aligned_length(columns: int) -> int:
     """Return the length of a row rounded up to a multiple of 16 elements."""
-    return -(-columns // _LINE) * _LINE
+    return -(-columns // _ROW_ALIGNMENT) * _ROW_ALIGNMENT
 
 
 def row_strides(x: Tensor, q: Tensor) -> tuple[int, int]:
-    """Return the strides of batch (0 where q is packed) and head of `[H, T]` or `[B, H, T]`, or of `[2, ...]`."""
+    """Return the strides of batch (0 if q is packed) and head of x, `[B, H, T]`, packed `[H, T]`, or `[2, ...]`."""
     return (0 if q.dim() == 3 else x.stride(-3), x.stride(-2))
 
 
@@ -104,7 +104,7 @@ class Problem(Arguments):
         problem = cls(*arguments)
         mask, bias, sinks = problem.mask, problem.distance_bias, problem.sinks
         if mask is not None:
-            problem = problem._replace(mask=lined_up(mask))
+            problem = problem._replace(mask=with_aligned_rows(mask))
         if bias is not None or sinks is not None:
             bias, sinks = (None if x is None else x.contiguous() for x in (bias, sinks))
             problem = problem._replace(distance_bias=bias, sinks=sinks)
@@ -120,8 +120,8 @@ class Problem(Arguments):
     def rows(self, q: Tensor) -> tuple[int, ...]:
         """Return the shape of the log-sum-exp: `[B, H, T]`, packed `[H, T]`; `[2, ...]` with an additive mask or bias.
 
-        A mask of the lowest number, as some libraries add, leaves no bits for the logarithm of the sum beside the
-        maximum; backward must have both.
+        Then maximum and logarithm of the sum are stored apart: beside the lowest number of a dtype, which some
+        libraries add as a mask, their sum would have no bits for the logarithm.
         """
         return (2, *rows_of(q)) if self.added else rows_of(q)
 
@@ -129,11 +129,6 @@ class Problem(Arguments):
     def added(self) -> bool:
         """Whether an additive mask or a bias is added to scores."""
         return self.distance_bias is not None or (self.mask is not None and self.mask.dtype != torch.bool)
-
-    @property
-    def looked_up(self) -> bool:
-        """Whether kernels read a mask or a bias for each score."""
-        return self.mask is not None or self.distance_bias is not None
 
     def pointers(self, q: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
         """Return bounds, key mask, mask, bias and seed; q replaces absent ones, and kernels do not read it there."""
@@ -153,9 +148,8 @@ class Problem(Arguments):
                 0 if size == 1 else stride for size, stride in zip(self.mask.shape, self.mask.stride(), strict=True)
             ]
             mask[4 - len(strides) :] = strides
-            mask[3] = (
-                1 if sizes[3] == 1 else mask[3]
-            )  # the stride of one key is arbitrary, but kernels are compiled for it
+            if sizes[3] == 1:
+                mask[3] = 1  # the stride of a single key is arbitrary, but kernels are compiled for it
         key_mask = 0 if self.key_mask is None else self.key_mask.shape[1]
         return (key_mask, *mask, 0 if self.distance_bias is None else self.distance_bias.shape[1])
 
@@ -230,8 +224,8 @@ def wider(q: Tensor, v: Tensor) -> Tensor:
 def head_size(letter: str, x: Tensor, wide: Tensor) -> dict[str, int]:
     """Return the compile-time head size of x, and the width of its tiles, which is that of `wide`.
 
-    If values are wider, so are the tiles of queries and keys: with narrower ones Triton arranged warps differently than
-    with heads of one size, and with the same rows forward and dK/dV spilled 16 to 4,176 bytes (64 and 128, sm_80).
+    If values are wider, so are the tiles of queries and keys. With narrower ones Triton arranged warps differently, and
+    forward and dK/dV spilled 16 to 4,176 bytes (head sizes 64 and 128, sm_80).
     """
     return {letter: x.shape[-1], f"BLOCK_{letter}": power_of_two(wide.shape[-1], 16)}
 
@@ -239,8 +233,8 @@ def head_size(letter: str, x: Tensor, wide: Tensor) -> dict[str, int]:
 def is_exact(wide: Tensor) -> bool:
     """Return whether products have the accuracy of fp32: on plain cores, or as three of tf32 (`exact_precision`).
 
-    torch's setting allows tf32 and does not ask for it. Beyond a head size of 128 it is not used: mask gradient and
-    backward spill 40 to 2,016 bytes in every tile that was compiled, of 16 rows and more.
+    They have it for head sizes above 128 even if torch's setting allows tf32: with tf32, backward and the gradient of a
+    mask spill 40 to 2,016 bytes in every tile that was compiled, of 16 rows and more.
     """
     return wide.dtype == torch.float32 and (precision(wide) == "ieee" or wide.shape[-1] > 128)
 
@@ -271,7 +265,7 @@ def side_by_side(q: Tensor, problem: Problem, heads: int, head_bytes: int) -> in
     of it, because each half of an A100's or H100's L2 serves its own multiprocessors. Simulated, bf16, head size
     64, tiles 128 x 64, one on each of 132 multiprocessors, time over that of work spread evenly:
 
-    | B, H, tokens | head by head | this |
+    | B, H, tokens | head by head | this order |
     |---|---|---|
     | 4, 12, 1024 | 1.38 | 1.07, and no order is better |
     | 4, 12, 2048 | 1.19 | 1.01 |
@@ -357,10 +351,10 @@ def bounds(
         key_mask: bool `[B, S]`, True = a real key.
         batch, queries, keys: B, T and S.
         packed: whether the lengths are offsets.
-        bottom_right: whether the last query of a sequence meets its last key.
+        bottom_right: whether the diagonal ends at the last query and the last key of a sequence.
         like: any tensor on the device.
     """
-    result = noted(like.new_empty((batch, 8), dtype=torch.int32))
+    result = recorded(like.new_empty((batch, 8), dtype=torch.int32))
     if batch == 0:
         return result
     lengths = [like if x is None else x.contiguous() for x in (query_lengths, key_lengths)]

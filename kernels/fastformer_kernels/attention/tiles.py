@@ -1,24 +1,30 @@
 """Tile sizes of the attention kernels, as tables: a call takes the first row that fits it.
 
-A row fits if it names the GPU's architecture (`host.architecture`; "" is any, and AMD's GPUs take the rows of sm_86,
-which has most nearly their 64 KiB of shared memory), the products (16: of 16 bits, tf32, fp32: exact, on plain cores;
-"" is any), a head width and a number of queries that are not below the call's, and only features that the call has:
+A row fits a call if
+
+- it names the GPU's architecture (`host.architecture`), or none. AMD's GPUs also take the rows of sm_86, whose shared
+  memory is closest to their 64 KiB;
+- it names the products of the call, or none: 16 (of 16 bits), tf32, or fp32 (exact);
+- its head width and its number of queries are not below those of the call;
+- the call has all features that it names.
+
+The features of a call are
 
 - heavy: something to read or compute for each score: a mask, a bias, a softcap, gradients of weights;
 - masked: a mask or a softcap; bias: by distance; key mask; dropout;
 - narrow values: of a smaller head width than queries and keys.
 
-The head width is a power of two; for tf32 it is twice that of the head (`problem.head_width`). tf32 beyond 128 is
-multiplied exactly, so that its rows end at a width of 256.
+The head width is a power of two; for tf32 it is twice that of the head (`problem.head_width`). Head sizes above 128 are
+multiplied exactly in place of tf32, so the rows of tf32 end at a width of 256.
 
 **The rows of sm_90** in 16 bits, and in exact fp32 to a width of 128, are the fastest of 14 to 47 tiles that were timed
 on an H200 for calls without features (benchmarks/NOTES.md). In 16 bits to a width of 128, four warps and two or more
 blocks on a multiprocessor mostly won over larger tiles: while one block computes exponentials, another multiplies.
 
-**The other rows** are the largest tiles that spill nothing and compute no product twice, of these the fewest
-instructions, by what the compiler reports (`python -m benchmarks.codegen`). No GPU has timed others. 16 bits: 16 rows a
-warp, as one warp multiplies. Short sequences take smaller tiles, so that less of the last one is wasted and more blocks
-run. Masks and softcap take registers. fp32 on plain cores is bound by registers.
+**The other rows** are the largest tiles that spill nothing and compute no product twice, and of these the ones with the
+fewest instructions, by what the compiler reports (`python -m benchmarks.codegen`). No GPU has timed others. In 16 bits
+a warp has 16 rows, as many as its matrix instruction. Short sequences take smaller tiles, so that less of the last one
+is wasted and more blocks run. Masks and softcap take registers. fp32 on plain cores is bound by registers.
 
 `python -m benchmarks.tuning --write-tiles` writes tiles that were measured to be faster to `measured_tiles.json`, by
 `Call.key`. They replace those of the tables.
@@ -45,7 +51,7 @@ class Call(NamedTuple):
 
     @property
     def key(self) -> str:
-        """The key of calls that share a measured tile; lengths are in classes."""
+        """The key of calls that share a measured tile; lengths are grouped in three classes."""
         length = "1-128" if self.queries <= 128 else "129-511" if self.queries < 512 else "512-"
         return " ".join((*self[:3], str(self.width), length, ",".join(sorted(self.features)))).rstrip()
 
@@ -223,8 +229,8 @@ TILES: dict[str, tuple[Row, ...]] = {
         Row("", "", 256, _ANY, "", (64, 32, 8, 2)),
     ),
     # Kernels of a single tile of scores: weights, and the gradient of a mask. On matrix units, 4 warps share 64 rows.
-    # Triton takes two products in one formula for products of which one feeds the other. For those it lays all warps
-    # along the rows, so that 8 warps computed 32 rows four times.
+    # Triton treats two products in one formula like a product that feeds another, and lays all warps along the rows: 8
+    # warps then computed 32 rows four times.
     "scores": (
         Row("gfx9 gfx12", "fp32", 128, _ANY, "", (32, 32, 8, 1)),
         Row("gfx9 gfx12", "16", 256, _ANY, "", (64, 16, 4, 1)),  # two stages take 80 KiB of LDS

@@ -8,7 +8,7 @@ from typing import Any
 import triton.language as tl
 from torch import Tensor
 
-from fastformer_kernels.attention.problem import Problem, attends, row_strides, views
+from fastformer_kernels.attention.problem import Problem, attention_kernel, row_strides, views
 from fastformer_kernels.attention.scores import (
     bias_of_head,
     exponentials,
@@ -19,11 +19,11 @@ from fastformer_kernels.attention.scores import (
     scores,
     visible,
 )
-from fastformer_kernels.host.launch import guard, launch, noted
+from fastformer_kernels.host.launch import guard, launch, recorded
 from fastformer_kernels.random import keep, row_keys
 
 
-@attends
+@attention_kernel
 def _attention_weights(
     q_ptr, k_ptr, lse_ptr, weights_ptr, bounds_ptr, key_mask_ptr, mask_ptr, bias_ptr, seed_ptr,
     stride_q_b, stride_q_h, stride_q_t, stride_k_b, stride_k_h, stride_k_s, stride_lse_b, stride_lse_h,
@@ -77,7 +77,7 @@ def weights(q: Tensor, k: Tensor, lse: Tensor, *arguments: Any) -> Tensor:
     """
     problem = Problem.of(*arguments)
     B, H, T, S = problem.sizes(q)
-    result = noted(q.new_empty((B, H, T, S)))
+    result = recorded(q.new_empty((B, H, T, S)))
     if result.numel() == 0:
         return result
     align, (q_view, k_view) = views(q, k)

@@ -1,6 +1,6 @@
 """dropout(scale * weight[id] + table[position]) in one pass, and its backward.
 
-Backward sorts the tokens by their words, and adds up the gradients of each word in that order, in two kernels.
+Backward sorts the tokens by id, and adds up the gradients of each id in that order, in two kernels.
 """
 
 import torch
@@ -14,14 +14,14 @@ from fastformer_kernels.host.launch import (
     inner_contiguous,
     kernel,
     launch,
-    noted,
     power_of_two,
+    recorded,
     threshold_and_scale,
 )
 from fastformer_kernels.random import keep_tile
 from fastformer_kernels.sums import sum_rows
 
-PIECE = 128  # tokens that one program adds up at most
+PIECE = 128  # the most tokens that one program adds up
 
 
 @triton.jit
@@ -145,7 +145,7 @@ def embedding_join_kernel(
 def tile(N: int) -> dict[str, int]:
     """Choose the tile: 16 elements a thread, in whole rows of up to 1,024 elements.
 
-    A word's row is contiguous, rows of consecutive tokens are not: wide tiles read whole cache lines. On an H200
+    The row of an id is contiguous, those of consecutive tokens are not: wide tiles read whole cache lines. On an H200
     forward reaches 41 to 56 % of a copy's bandwidth; other tiles were not timed.
     """
     width = min(power_of_two(N, 8), 1024)
@@ -176,7 +176,7 @@ def embedding(
         `[..., D]`, of the dtype to which weight and table promote; NaN if an id or a position is out of range.
     """
     dtype = weight.dtype if table is None else torch.promote_types(weight.dtype, table.dtype)
-    out = noted(weight.new_empty((*ids.shape, weight.shape[1]), dtype=dtype))
+    out = recorded(weight.new_empty((*ids.shape, weight.shape[1]), dtype=dtype))
     if out.numel() == 0:
         return out
     M, N = ids.numel(), weight.shape[1]

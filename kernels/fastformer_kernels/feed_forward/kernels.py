@@ -26,8 +26,8 @@ from fastformer_kernels.host.launch import (
     guard,
     kernel,
     launch,
-    noted,
     power_of_two,
+    recorded,
     threshold_and_scale,
 )
 from fastformer_kernels.random import keep_tile
@@ -233,9 +233,9 @@ def _row_programs(x: Tensor, M: int, F: int, gated: bool, block: dict[str, int])
 def _add_partials(partials: Tensor | None, like: Tensor) -> Tensor:
     """Sum the programs' partial gradients of the bias, in the dtype of `like`; empty if partials is None."""
     if partials is None:
-        return noted(like.new_empty(0))
+        return recorded(like.new_empty(0))
     P, N = partials.shape
-    out = noted(like.new_empty(N))
+    out = recorded(like.new_empty(N))
     with guard(like):
         launch(add_partials_kernel, (cdiv(N, 32),), partials, out, P, N, BLOCK_P=64, BLOCK_N=32, num_warps=4)
     return out
@@ -256,7 +256,7 @@ def activate(h: Tensor, seed: Tensor | None, activation: str, dropout_p: float) 
     function, gated = FORMS[activation]
     h = h.contiguous()
     M, F = h.shape[0], h.shape[1] // 2 if gated else h.shape[1]
-    a = noted(h.new_empty(M, F))
+    a = recorded(h.new_empty(M, F))
     if a.numel() == 0:
         return a
     dropout = threshold_and_scale(dropout_p)
@@ -309,13 +309,13 @@ def activate_backward(
     assert da.is_contiguous(), "da is written to"
     h = h.contiguous()
     (M, F), wide = da.shape, h.shape[1]
-    dh = noted(h.new_empty(M, wide))
+    dh = recorded(h.new_empty(M, wide))
     if dh.numel() == 0:
         return dh, h.new_zeros(wide if wants_bias else 0)
     dropout = threshold_and_scale(dropout_p)
     block = tile(F)
     grid = (_row_programs(h, M, F, gated, block), cdiv(F, block["BLOCK_F"]))
-    partials = noted(h.new_empty(grid[0], wide, dtype=torch.float32)) if wants_bias else None
+    partials = recorded(h.new_empty(grid[0], wide, dtype=torch.float32)) if wants_bias else None
     tensors = (da, h, seed, dh, partials)
     constants = (wants_a, function, gated, h.dtype == torch.float32)
     with guard(h):
@@ -343,7 +343,7 @@ def relu_backward(da: Tensor, a: Tensor, dropout_p: float, wants_bias: bool) -> 
     _, scale = threshold_and_scale(dropout_p)
     block = tile(F)
     grid = (_row_programs(a, M, F, False, block), cdiv(F, block["BLOCK_F"]))
-    partials = noted(a.new_empty(grid[0], F, dtype=torch.float32)) if wants_bias else None
+    partials = recorded(a.new_empty(grid[0], F, dtype=torch.float32)) if wants_bias else None
     with guard(a):
         launch(relu_backward_kernel, grid, da, a, partials, M, F, scale, **block)
     return _add_partials(partials, a)

@@ -1,7 +1,8 @@
 """Fences that Triton 3.6 leaves out of kernels for sm_90, added to the PTX of fastformer's kernels.
 
 A wgmma reads shared memory through the async proxy, and PTX requires a `fence.proxy.async` after cp.async wrote there.
-Triton 3.6 emits none; Triton 3.7 does. The environment variable `FASTFORMER_FENCES=0` leaves them out, to measure.
+Triton 3.6 emits none there; Triton 3.7 does. The environment variable `FASTFORMER_FENCES=0` leaves them out, to measure
+their effect.
 """
 
 import os
@@ -15,7 +16,8 @@ from triton import knobs
 from triton.runtime import driver
 
 ADDED = triton.__version__.startswith("3.6.") and os.environ.get("FASTFORMER_FENCES") != "0"
-# Marks kernels that get fences, for Triton's cache too, which does not know the hook. The option is ptxas's default.
+# The option of kernels that get fences, which is ptxas's default anyway. It keeps them apart in Triton's cache, whose
+# keys do not depend on the hook.
 _MARK = "-O3"
 
 

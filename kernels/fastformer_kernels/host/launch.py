@@ -20,7 +20,7 @@ from fastformer_kernels.host.architecture import architecture_of, target_of
 _ENABLE_FP_FUSION = True
 # Versions whose argument binder `launch` calls directly; tests/kernels/test_plan.py checks the installed version.
 _BINDS = triton.__version__.startswith(("3.6.", "3.7.", "3.8.", "3.9."))
-_LEVELS = 1 << 16  # of a probability to drop
+_LEVELS = 1 << 16  # dropout probabilities are multiples of 1 / _LEVELS
 _compiled: dict[tuple[Any, ...], Any] = {}
 _NOTHING = nullcontext()
 
@@ -102,7 +102,7 @@ def guard(x: Tensor) -> Any:
 def precision(x: Tensor) -> str:
     """Return the input precision of `tl.dot` for tensors like `x`: the precision of torch's own matrix products.
 
-    16 bits have one precision only, and so has fp32 on AMD's GPUs, of which only one supports tf32.
+    Tensors of 16 bits have one precision only. On AMD's GPUs fp32 is always exact: only gfx942 supports tf32.
     """
     # torch.backends.cuda.matmul.fp32_precision calls this, in 2 us more
     tf32 = x.dtype == torch.float32 and torch._C._get_fp32_precision_getter("cuda", "matmul") == "tf32"
@@ -110,7 +110,7 @@ def precision(x: Tensor) -> str:
 
 
 def cdiv(a: int, b: int) -> int:
-    """Return a / b, rounded up. `triton.cdiv` costs a host 5 us a call, half of a launch."""
+    """Return a / b, rounded up. `triton.cdiv` takes 5 us of the host, half as much as a launch."""
     return -(-a // b)
 
 
@@ -135,13 +135,13 @@ def inner_contiguous(x: Tensor) -> Tensor:
 def kernel(*fixed: str, anywhere: Sequence[str] = ()) -> Callable[[Callable[..., Any]], Any]:
     """Return `triton.jit` for a kernel that is compiled once for its constants, for all batches.
 
-    Triton compiles again depending on whether an integer is 1 or a multiple of 16, and whether an address is a multiple
-    of 16 bytes: for seconds, at the first batch of such a length, which may be in the middle of training. So kernels
-    are specialised for the named integers only.
+    By default Triton compiles a kernel again if an integer becomes 1 or a multiple of 16, or stops being one, and if an
+    address becomes a multiple of 16 bytes, or stops being one. That takes seconds at the first batch of such a length,
+    perhaps in the middle of training. So kernels are specialised for the named integers only.
 
     Args:
         fixed: integers that depend on the model, not on the batch.
-        anywhere: pointers to tensors that are read number by number, at any alignment.
+        anywhere: pointers that may have any alignment, because the kernel reads single numbers.
     """
 
     def decorate(function: Callable[..., Any]) -> Any:
@@ -155,13 +155,13 @@ def kernel(*fixed: str, anywhere: Sequence[str] = ()) -> Callable[[Callable[...,
 def launch(kernel: Any, grid: tuple[int, ...], *args: Any, **options: Any) -> Any:
     """Run `kernel[grid](*args, **options)` with fused multiply-add; return the compiled kernel.
 
-    A launch is written on one line: long lists of arguments are grouped before it, in the kernel's order, as `tensors`,
-    `strides`, `sizes`, `scalars`, and `constants`; the kernel is compiled for the constants and the tile.
+    Callers group long lists of arguments in the kernel's order: `tensors`, `strides`, `sizes`, `scalars`, and
+    `constants`; the kernel is compiled for the constants and the tile.
 
-    Triton binds the arguments, which gives their specialisation; then it writes all options as text to look up the
-    compiled kernel, and compares every module constant of the kernel with its former value. `launch` caches compiled
-    kernels by kernel, device, specialisation and options; fastformer's constants do not change. One core, in
-    microseconds: `_attention` 28 -> 23, `_attention_queries` 44 -> 26, layer norm 10 -> 8.
+    Triton binds the arguments, which gives their specialisation. Then it formats all options as text to look up the
+    compiled kernel, and compares every global constant of the kernel with its former value. `launch` instead looks
+    compiled kernels up by kernel, device, specialisation and options; fastformer's constants do not change. One core,
+    in microseconds: `_attention` 28 -> 23, `_attention_queries` 44 -> 26, layer norm 10 -> 8.
     """
     options["enable_fp_fusion"] = _ENABLE_FP_FUSION
     record, only_compiles = _thread.record, _thread.only_compiles
@@ -227,10 +227,10 @@ def only_compiled() -> Iterator[None]:
         _thread.only_compiles = False
 
 
-def noted(x: Tensor) -> Tensor:
-    """Record x, a new tensor without contents, which a plan allocates again; return x.
+def recorded(x: Tensor) -> Tensor:
+    """Record a tensor that a launcher has allocated and not filled, so that a plan can allocate it; return the tensor.
 
-    Only launches may write to x. A launcher that uses a tensor that is not noted has no plan.
+    Only launches may write to it. A launcher that uses another tensor of its own has no plan.
     """
     if _thread.record is not None:
         _thread.record.allocated.append(x)

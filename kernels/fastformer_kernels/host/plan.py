@@ -2,8 +2,8 @@
 
 A launcher depends on shapes, strides, dtypes, alignments and numbers alone: it chooses tiles, allocates, and binds up
 to 77 arguments. The first call of a description is recorded; later calls, such as those of a model's other layers,
-repeat the record. A call that uses or returns a tensor that is neither an argument nor `noted` has no plan, and always
-runs the launcher; tests/kernels/test_plan.py looks for launchers that do more than they note.
+repeat the record. A call that uses or returns a tensor that is neither an argument nor `recorded` has no plan, and
+always runs the launcher; tests/kernels/test_plan.py looks for launchers that do more than they record.
 
 One core, fp32, microseconds of a launcher, recorded, by plan: layer norm 21, 44, 14; packed attention 60, 90, 17.
 """
@@ -18,9 +18,9 @@ from triton import knobs
 
 from fastformer_kernels.host.launch import Launch, guard, precision, record_launches, repeat
 
-# Plans of a launcher; at this number they are deleted, because sizes may never repeat. A plan takes 2 to 4 KB (layer
+# When a launcher has this many plans they are deleted, because sizes may never repeat. A plan takes 2 to 4 KB (layer
 # norm, attention), so the plans of a dozen launchers take about 1 MiB.
-_MOST = 32
+_MOST_PLANS = 32
 _NEVER = "does more than a plan can"
 _SPECIALISES_STORAGE = torch.version.hip is not None  # for AMD, Triton specialises on storages below 2 GiB
 _TENSORS = (Tensor, torch.nn.Parameter)
@@ -42,12 +42,12 @@ class _Plan(NamedTuple):
 
 
 _Plans = dict[tuple[Any, ...], _Plan | str]
-_memories: list[_Plans] = []  # of all launchers
+_all_plans: list[_Plans] = []  # of each launcher
 
 
 def forget() -> None:
     """Delete all plans, for callers that replaced a function of a launcher."""
-    for plans in _memories:
+    for plans in _all_plans:
         plans.clear()
 
 
@@ -80,7 +80,7 @@ def _record_call(launcher: Callable[..., Any], args: tuple[Any, ...], plans: _Pl
 
 
 def planned(launcher: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a function that calls the launcher once per description, and then its plan; not in the interpreter.
+    """Return a function that runs the launcher once per description, then its plan; the launcher in the interpreter.
 
     Args:
         launcher: takes tensors, at least one, None, numbers, strings, dtypes and lists of these; returns a tensor or a
@@ -89,7 +89,7 @@ def planned(launcher: Callable[..., Any]) -> Callable[..., Any]:
     if knobs.runtime.interpret:
         return launcher
     plans: _Plans = {}
-    _memories.append(plans)
+    _all_plans.append(plans)
 
     @wraps(launcher)
     def run(*args: Any) -> Any:
@@ -115,7 +115,7 @@ def planned(launcher: Callable[..., Any]) -> Callable[..., Any]:
                 return plan.run(args, first.device)
         if plan == _NEVER:
             return launcher(*args)
-        if len(plans) >= _MOST:
+        if len(plans) >= _MOST_PLANS:
             plans.clear()
         return _record_call(launcher, args, plans, key)
 

@@ -20,7 +20,7 @@ import triton.language as tl
 from torch import Tensor
 
 from fastformer_kernels.constants import LOG2E, LOWEST
-from fastformer_kernels.host.launch import cdiv, guard, kernel, launch, noted, power_of_two
+from fastformer_kernels.host.launch import cdiv, guard, kernel, launch, power_of_two, recorded
 
 CHUNK_ROWS = 4096  # enough for full matrix products
 CHUNK_BYTES = 256 << 20
@@ -28,7 +28,7 @@ _ROWS_MULTIPLE = 128  # the height of the tiles of matrix products
 _COLUMNS_MULTIPLE = 16
 _FP16_SCALE = 2.0**15
 
-_TOGETHER = tl.constexpr(8)
+_TOGETHER = tl.constexpr(8)  # neighbouring logits that a thread loads together
 
 
 def chunk_rows(M: int, V: int, itemsize: int) -> int:
@@ -226,7 +226,7 @@ def forward(
     """
     M, V = x.shape[0], weight.shape[0]
     empty = x.new_empty if M else x.new_zeros
-    loss = noted(empty((M,), dtype=torch.float32))
+    loss = recorded(empty((M,), dtype=torch.float32))
     dx = empty(x.shape if needs_grad[0] else (0,))
     dweight = empty(weight.shape if needs_grad[1] else (0,), dtype=torch.float32)
     dbias = empty((V,) if needs_grad[2] else (0,), dtype=torch.float32)

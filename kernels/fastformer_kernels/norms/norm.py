@@ -1,4 +1,4 @@
-"""Layer norm (Ba et al. 2016), RMS norm (Zhang and Sennrich 2019), and these of s = residual + dropout(x).
+"""Layer norm (Ba et al. 2016) and RMS norm (Zhang and Sennrich 2019), of x or of s = residual + dropout(x).
 
 Layer norm is y = x̂ w + b with x̂ = (x - mean) / sqrt(var + eps) over rows of N elements; RMS norm is y = x̂ w with
 x̂ = x / sqrt(mean(x^2) + eps). The gradients with g = dy w (means over the row, sums over the rows; mean(g) of layer
@@ -14,8 +14,8 @@ kernel adds up the sums of all programs. With a residual it reads dy, s and ds, 
 its seed. The variance is the mean of squared deviations, and the mean is stored as a sum of two numbers, for rows whose
 mean is large (`rows.standardise`). Statistics are those of s in its stored dtype.
 
-Rows longer than `is_wide` allows take two passes, and a backward pass of 10 bytes; elementwise kernels then compute s
-and the way back through dropout, as they do for ds alone.
+Rows that do not fit in one tile (`is_wide`) take two passes, and a backward pass of 10 bytes. Elementwise kernels then
+compute s, and dropout's backward; the latter also runs alone if only ds is given.
 """
 
 from typing import Any
@@ -23,7 +23,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fastformer_kernels.host.launch import cdiv, guard, inner_contiguous, launch, noted, threshold_and_scale
+from fastformer_kernels.host.launch import cdiv, guard, inner_contiguous, launch, recorded, threshold_and_scale
 from fastformer_kernels.norms.long_rows import long_norm_forward_kernel, long_norm_gradient_means_kernel
 from fastformer_kernels.norms.rows import new_partials, sum_partials
 from fastformer_kernels.norms.short_rows import (
@@ -90,11 +90,11 @@ def dropout_add_norm(
     x, s, mean = inner_contiguous(x), None, None
     if residual is not None:
         residual = inner_contiguous(residual)
-        s = noted(x.new_empty((M, N), dtype=torch.promote_types(x.dtype, residual.dtype)))
-    y = noted(x.new_empty((M, N), dtype=dtype))
+        s = recorded(x.new_empty((M, N), dtype=torch.promote_types(x.dtype, residual.dtype)))
+    y = recorded(x.new_empty((M, N), dtype=dtype))
     if centred or residual is not None:
-        mean = noted(x.new_empty((2, M) if centred else 0, dtype=torch.float32))
-    rstd = noted(x.new_empty(M, dtype=torch.float32))
+        mean = recorded(x.new_empty((2, M) if centred else 0, dtype=torch.float32))
+    rstd = recorded(x.new_empty(M, dtype=torch.float32))
     if x.numel() == 0:
         return y, s, mean, rstd
     written_mean = mean if centred else None
@@ -135,7 +135,7 @@ def norm_backward(
     """
     dy, x = inner_contiguous(dy), inner_contiguous(x)
     M, N = x.shape
-    x_grad = noted(x.new_empty(0 if dx is None else (M, N), dtype=dx))
+    x_grad = recorded(x.new_empty(0 if dx is None else (M, N), dtype=dx))
     if x.numel() == 0:
         return x_grad, *(x.new_zeros(0 if dtype is None else N, dtype=dtype) for dtype in (dw, db))
     grid, tile = backward_tile(x, dy.element_size() + x.element_size())
@@ -144,7 +144,7 @@ def norm_backward(
     with guard(x):
         means = None
         if is_wide(N) and dx is not None:
-            means = noted(x.new_empty((1 if mean is None else 2, M), dtype=torch.float32))
+            means = recorded(x.new_empty((1 if mean is None else 2, M), dtype=torch.float32))
             tensors = (dy, x, weight, mean, rstd, means)
             launch(long_norm_gradient_means_kernel, (M,), *tensors, stride_dy, stride_x, N, align, **wide_tile())
         written = (None if dx is None else x_grad, None, *partials)
@@ -175,7 +175,7 @@ def dropout_add_norm_backward(
         dresidual, dx, dw, db: dtypes of the gradients, None to skip one; dw and db only with dy.
     """
     M, N = s.shape
-    residual_grad, x_grad = (noted(s.new_empty((M, N) if dtype else 0, dtype=dtype)) for dtype in (dresidual, dx))
+    residual_grad, x_grad = (recorded(s.new_empty((M, N) if dtype else 0, dtype=dtype)) for dtype in (dresidual, dx))
     if s.numel() == 0:
         return residual_grad, x_grad, *(s.new_zeros(0 if dtype is None else N, dtype=dtype) for dtype in (dw, db))
     dy, ds = (None if grad is None else inner_contiguous(grad) for grad in (dy, ds))
@@ -192,7 +192,7 @@ def dropout_add_norm_backward(
         with guard(s):
             launch(norm_backward_kernel, (grid[0],), *tensors, *strides, *sizes, **tile)
             return residual_grad, x_grad, *sum_partials(s, partials, dw, db)
-    dnorm, w_grad, b_grad = None, noted(s.new_empty(0)), noted(s.new_empty(0))
+    dnorm, w_grad, b_grad = None, recorded(s.new_empty(0)), recorded(s.new_empty(0))
     if dy is not None:
         dnorm_dtype = None if written == (None, None) else torch.float32
         dnorm, w_grad, b_grad = norm_backward(dy, s, weight, mean, rstd, dnorm_dtype, dw, db)

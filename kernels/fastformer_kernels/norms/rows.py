@@ -1,6 +1,6 @@
-"""Shared by the norm kernels: loads of tiles, standardisation and its gradient, and the weights' gradients.
+"""What the norm kernels share: loads of tiles, standardisation and its gradient, and sums of the weights' gradients.
 
-A tile is BLOCK_M whole rows where a row fits in one (`tiles.is_wide`), else a part of one row. N is a compile-time
+A tile is BLOCK_M whole rows if a row fits in one (`tiles.is_wide`), else a part of a row. N is a compile-time
 constant: a model has one or two widths, and where N is a power of two no column needs a mask.
 """
 
@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from fastformer_kernels.host.launch import cdiv, kernel, launch, noted
+from fastformer_kernels.host.launch import cdiv, kernel, launch, recorded
 from fastformer_kernels.sums import sum_rows
 
 
@@ -144,7 +144,8 @@ def norm_sum_partials_kernel(
 def new_partials(x: Tensor, programs: int, *dtypes: torch.dtype | None) -> list[Tensor | None]:
     """Allocate partial sums, fp32 `[programs, N]`, for each gradient whose dtype is not None."""
     return [
-        None if dtype is None else noted(x.new_empty((programs, x.shape[1]), dtype=torch.float32)) for dtype in dtypes
+        None if dtype is None else recorded(x.new_empty((programs, x.shape[1]), dtype=torch.float32))
+        for dtype in dtypes
     ]
 
 
@@ -153,7 +154,7 @@ def sum_partials(
 ) -> tuple[Tensor, Tensor]:
     """Return dw and db `[N]` in these dtypes; of 0 elements if the dtype is None."""
     N = x.shape[1]
-    sums = [None if dtype is None else noted(x.new_empty(N, dtype=dtype)) for dtype in (dw, db)]
+    sums = [None if dtype is None else recorded(x.new_empty(N, dtype=dtype)) for dtype in (dw, db)]
     some = next((partial for partial in partials if partial is not None), None)
     if some is not None:
         dw_partials, db_partials = (*partials, None)[:2]
@@ -162,4 +163,4 @@ def sum_partials(
         tile = {"BLOCK_P": 1024 // BLOCK_N, "BLOCK_N": BLOCK_N}
         tensors = (dw_partials, db_partials, *sums)
         launch(norm_sum_partials_kernel, (cdiv(N, BLOCK_N),), *tensors, some.shape[0], N, **tile)
-    return tuple(noted(x.new_empty(0)) if total is None else total for total in sums)
+    return tuple(recorded(x.new_empty(0)) if total is None else total for total in sums)

@@ -1,4 +1,7 @@
-"""The kernels of rows that fit in one tile, and of sums with dropout; `norm` has the formulas and the launchers."""
+"""The kernels of rows that fit in one tile, backward of all rows, and elementwise kernels of residual + dropout(x).
+
+`norm` has the formulas and the launchers.
+"""
 
 import triton
 import triton.language as tl

@@ -55,10 +55,10 @@ def backward_tile(x: Tensor, bytes_a_column: int, elements: int = 16) -> tuple[t
 
     A tile is whole rows, `elements` for each thread; a wide row is cut into ranges of columns, one per program. As many
     programs walk over all tiles as run at once: 16 warps a multiprocessor, at 128 registers a thread. If rows are not
-    aligned, threads take more registers, and 8 warps run. For sm_100 Triton 3.9 needs more, too: a thread holds 8
-    elements. Loads run up to two tiles ahead: 64 KB of half precision at 16 elements a thread. More and smaller
-    programs would write more rows of partial sums: for 4096 rows of 512 these are a quarter of all bytes already. On an
-    H200 other tiles were at most 3 % faster from 768 columns on.
+    aligned, threads take more registers, and 8 warps run. On sm_100 a thread holds 8 elements up to 4,096 columns,
+    because Triton 3.9 takes more registers there. Loads run up to two tiles ahead: 64 KB of half precision at 16
+    elements a thread. More and smaller programs would write more rows of partial sums: for 4,096 rows of 512 these are
+    a quarter of all bytes already. On an H200 other tiles were at most 3 % faster from 768 columns on.
 
     Args:
         x: states M, N and the device.
@@ -86,8 +86,8 @@ def backward_tile(x: Tensor, bytes_a_column: int, elements: int = 16) -> tuple[t
 def row_strides(*matrices: Tensor | None) -> tuple[int, tuple[int, ...]]:
     """Return ALIGN, of which all strides of rows are multiples, and the strides in units of ALIGN, 0 for None.
 
-    ALIGN is up to 16 bytes, as the length of a row allows: multiplied in the kernel, it tells the compiler that rows
-    load in whole vectors, for any number of rows and any stride.
+    ALIGN divides 16 bytes and the length of a row. Kernels multiply strides by it, so the compiler knows that rows load
+    in whole vectors.
     """
     present = [x for x in matrices if x is not None]
     strides = [0 if x is None else x.stride(0) if x.shape[0] > 1 else x.shape[1] for x in matrices]  # of one row: any
@@ -104,7 +104,7 @@ def elementwise(x: Tensor) -> tuple[tuple[int, int], dict[str, int]]:
 
 
 def elements_a_thread(N: int, mixed: bool) -> int | None:
-    """Choose how much of a tile each thread of the backward kernel holds; None if the kernel cannot take rows of N.
+    """Choose how many elements a thread of the backward kernel with a residual holds; None if it cannot take the rows.
 
     More elements need less synchronisation, until registers spill on sm_80, sm_90 or sm_100. Others were not timed.
 

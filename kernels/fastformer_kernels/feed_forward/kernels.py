@@ -1,18 +1,19 @@
 """The activation between the two matrix products of a feed-forward layer, a = dropout(f(h)), and its backward.
 
 Plain: h is `[M, F]`. Gated (Shazeer 2020): h is `[M, 2F]` = (gate, value) and a = dropout(f(gate) * value). The caller
-computes the matrix products and adds the first bias before h is rounded: added here, to a rounded h, the bias would
-move values across ReLU's kink. Forward and backward are one pass over the hidden activations each.
+computes the matrix products, which add the first bias before h is rounded. Added here, to a rounded h, it could change
+the sign of an element, and so ReLU's gradient. Forward and backward are one pass over the hidden activations each.
 
 - `activate` computes a.
 - `activate_backward` computes dh from da and h. It also computes a, which the gradient of the second weight needs,
   so that h alone has to be saved.
-- `relu_backward` computes dh from da and a, if the activation is ReLU: a zero in a means "off or dropped", so that
-  neither h, nor the mask, nor its random numbers are needed.
-- `hidden_again` computes h in backward if nothing was saved: torch's product, as an op that compilers do not merge.
+- `relu_backward` computes dh from da and a, if the activation is ReLU. A zero in a means that ReLU or dropout zeroed
+  the element, so that neither h, nor the mask, nor its random numbers are needed.
+- `hidden_again` computes h in backward if it was not saved: torch's product, as an op that compilers do not merge with
+  that of forward.
 
-The gradient of the bias comes with dh: each program adds up its rows in fp32, and a second kernel adds up the programs
-in a fixed order. No atomics: the same numbers every time.
+The gradient of the bias is computed with dh: each program adds up its rows in fp32, and a second kernel adds up the
+programs in a fixed order, without atomics. So the result is deterministic.
 """
 
 import torch
@@ -33,7 +34,7 @@ from fastformer_kernels.host.launch import (
 from fastformer_kernels.random import keep_tile
 from fastformer_kernels.sums import sum_rows
 
-# The function f of each activation, and whether a second half of h is multiplied with it.
+# The function f of each activation, and whether it is gated.
 FORMS = {
     "relu": ("relu", False),
     "gelu": ("gelu", False),
@@ -210,9 +211,9 @@ def add_partials_kernel(partials_ptr, out_ptr, P, N, BLOCK_P: tl.constexpr, BLOC
 
 
 def tile(F: int) -> dict[str, int]:
-    """Choose the tile: 16 elements a thread in rows of up to 512 bytes.
+    """Choose the tile: 16 elements a thread in rows of up to 256 elements.
 
-    Wide rows make whole cache lines of each access; 16 elements keep both sums of a gated backward in registers.
+    With wide rows each access is whole cache lines; with 16 elements both sums of a gated backward stay in registers.
     Other tiles were not timed on a GPU.
     """
     width = min(power_of_two(F, 8), 256)

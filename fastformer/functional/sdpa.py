@@ -23,7 +23,7 @@ _SDPA = F.scaled_dot_product_attention
 
 
 class _Visible(NamedTuple):
-    """What a mask shows: in each row of the batch some queries and some keys, and of these all pairs or s <= t."""
+    """The visible part of a mask: queries and keys of each row of the batch, and of these all pairs or those s <= t."""
 
     spans: list[Span] | None  # of each row, on a CPU; None if hidden keys or queries lie between visible ones
     causal: bool
@@ -31,8 +31,8 @@ class _Visible(NamedTuple):
     keys: Tensor | None  # bool [B, S], likewise
 
 
-# For a mask, or the tensor that it is a view of: its version, and what its views show, by shape, strides and offset.
-# On a CPU a copy of each view is stored too, because numpy can change a mask without a new version.
+# For a mask, or the tensor that it is a view of: its version, and the visible parts of its views, by shape, strides and
+# offset. On a CPU a copy of each view is stored too, because numpy can change a mask without a new version.
 _remembered: MutableMapping[Tensor, Any] = WeakTensorKeyDictionary()
 
 

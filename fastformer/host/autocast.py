@@ -1,8 +1,8 @@
-"""Parameters that are cast together for autocast, and their gradients.
+"""Casts of all parameters for autocast in one op, and of all their gradients in another.
 
-torch casts a parameter at its first matrix product, and its gradient in backward: a kernel each, 266 in a
-step of 6+6 layers. Within `cast_parameters_together` one op casts all parameters, and one all their gradients: some 8
-launches. As with torch's cached casts, gradients of a parameter that is used twice are added in 16 bits.
+torch's autocast casts each parameter at its first matrix product, and its gradient in backward: 266 kernels in a step
+of 6+6 layers. Within `cast_parameters_together` they are about 8. As with torch's cached casts, gradients of a
+parameter that is used twice are added in 16 bits.
 """
 
 from collections.abc import Iterator, Sequence
@@ -17,8 +17,8 @@ from torch import Tensor, nn
 def cast_parameters_together(modules: Sequence[nn.Module], dtype: torch.dtype | None) -> Iterator[None]:
     """Let modules hold copies of their weights and biases in autocast's dtype during a forward pass.
 
-    The modules must read them for matrix products alone. Copies fp32 parameters that require a gradient; backward casts
-    all gradients at once. dtype: autocast's; None: nothing is cast.
+    The modules must use them in matrix products only. Copies fp32 parameters that require a gradient; backward casts
+    all gradients at once. dtype: that of autocast; None: nothing is cast.
     """
     trains = dtype is not None and torch.is_grad_enabled()
     places = [

@@ -142,13 +142,13 @@ def dropout_seed(x: Tensor) -> Tensor:
     """Draw the seed of one dropout mask, int64 `[1]`, on x's device, so that a CUDA graph draws a new one each time."""
     if compiling() or (joint := _seeds.unused) is None or not torch.is_grad_enabled():
         return _draw(x, 1)
-    # Checkpointing disables gradients or sets such a hook, and in backward draws again from the generator's state of
-    # this call.
+    # Activation checkpointing disables gradients or sets such hooks. In backward it repeats this call from the same
+    # state of the generator, which must then give the same seed.
     if saved_tensors_hooks(True) is not None or current_node() is not None:
         return _draw(x, 1)
     unused = joint.get(x.device)
     if not unused:
-        # Each aligned to 16 bytes, like a separate tensor: kernels are compiled for the alignment of a pointer.
+        # Each seed is aligned to 16 bytes, like a separate tensor: kernels are compiled for the alignment of pointers.
         unused = joint[x.device] = list(_draw(x, 2 * _SEEDS).view(_SEEDS, 2)[:, :1].unbind())
     return unused.pop()
 
@@ -158,13 +158,15 @@ def _draw(x: Tensor, count: int) -> Tensor:
 
 
 def eager_formula(plain: Formula, *others: Tensor | None) -> Formula | None:
-    """Return an op's formula in plain PyTorch for second derivatives, of which torch.compile supports none.
+    """Return an op's formula in plain PyTorch for second derivatives; None in torch.compile, which supports none.
 
-    plain is a function of the op's differentiable inputs; others, which it reads too, must not change before backward.
+    Args:
+        plain: a function of the op's differentiable inputs.
+        others: tensors that `plain` also reads; they must not change before backward.
     """
     if compiling():
         return None
-    # Tensors made in inference mode have no version, and may not be changed where autograd could notice.
+    # Tensors of inference mode have no version; outside of that mode they cannot be changed in place.
     versions = [(x, x._version) for x in others if x is not None and not x.is_inference()]
     if not versions:
         return plain
@@ -182,7 +184,11 @@ def eager_formula(plain: Formula, *others: Tensor | None) -> Formula | None:
 
 
 def needs_double_backward(op: str, formula: Formula | None, seed: Tensor | None = None) -> bool:
-    """Return whether a backward pass must be differentiable itself, and so must use `formula`, which knows no seed."""
+    """Return whether a backward pass must be differentiable itself, and so must use `formula`.
+
+    Raises:
+        RuntimeError: it must, and the op has a dropout seed, which the formula cannot repeat.
+    """
     if formula is None or not torch.is_grad_enabled():
         return False
     if seed is not None:
@@ -197,7 +203,7 @@ def plain_gradients(
 
     grads: of the formula's outputs; None for an output that the loss does not use.
     """
-    # Views give each input a gradient of its own, apart from other uses of the same tensor: as another input, or in the
+    # Views give each input its own gradient, without that of other uses of the same tensor: as another input, or in the
     # computation of another input (weights tied to an embedding, the residual that a sublayer started from).
     inputs = [x if x is None else x.view_as(x) for x in inputs]
     outputs = formula(*inputs)

@@ -24,7 +24,7 @@ class Recorded(NamedTuple):
     output: Any
 
 
-Recorder: TypeAlias = Any  # a `CudaRecorder`, or what captures steps on another device
+Recorder: TypeAlias = Any  # a `CudaRecorder`, or an object with its methods for another device
 
 
 def capture_or_warn(recorder: Recorder, step: Step, what: str) -> Recorded | None:
@@ -45,12 +45,12 @@ class ReplayedStep:
 
     Args:
         recorder: None: every call runs the step.
-        module: whose buffers the step reads and the module may replace, such as an embedding's table of positions.
+        module: the module whose buffers the step reads. It may replace them, such as an embedding's table of positions.
         step: returns tensors, or nothing. It must not depend on numbers that the host counts.
         what: the loop, for the warning.
 
     Attributes:
-        recorder: None, too, once a capture has failed.
+        recorder: the argument; None after a capture that failed.
     """
 
     def __init__(self, recorder: Recorder | None, module: torch.nn.Module, step: Step, what: str) -> None:
@@ -185,9 +185,9 @@ class CudaRecorder:
         with suppress(RuntimeError):
             torch._C._cuda_endAllocateToPool(self.index, pool)
             torch._C._cuda_releasePool(self.index, pool)
-        # If capture_end fails before it ends this for pinned memory, that allocator asks the driver at each allocation
-        # whether the capture is active, and refuses this pool to another capture. Python has no call that ends it. So
-        # the next capture must not use this pool.
+        # If capture_end fails early, the allocator of pinned memory is not told that the capture has ended. At each
+        # allocation it then asks the driver whether the capture is active, and it refuses the pool to another capture.
+        # Python cannot tell it, so the next capture must not use this pool.
 
     @contextmanager
     def _on_capture_stream(self) -> Iterator[None]:

@@ -1,7 +1,7 @@
 """Arguments of ops: devices, casts for autocast, copies from the CPU in one transfer, and checks of numbers.
 
-Every op first checks its tensors here, because a kernel takes addresses: even tensors without dimensions, which torch
-accepts from the CPU.
+Every op first checks that its tensors are on one device, because a kernel takes addresses. This holds for tensors
+without dimensions, too, which torch's ops accept from the CPU.
 """
 
 from collections.abc import Sequence
@@ -23,7 +23,7 @@ class DeviceError(ValueError, RuntimeError):
 def check_tensors(
     names: tuple[str, ...], first: Tensor, others: Sequence[Tensor] = (), optional: Sequence[Tensor | None] = ()
 ) -> None:
-    """Raise unless all are tensors (optional: or None), and on the device of the first; 0.1 us a tensor.
+    """Raise unless all are tensors on the device of the first, or None if optional; takes 0.1 us a tensor.
 
     Raises:
         DeviceError: one is on another device.

@@ -1,7 +1,7 @@
 """Sequences of different lengths, one after another, without padding.
 
-A batch of B sequences is a run of T tokens `[T, ...]` and a `Layout` that states where each sequence begins. Attention
-alone needs the layout; other layers work token by token. From lengths on the CPU, no step waits for the device.
+A batch of B sequences is one tensor of T tokens `[T, ...]` and a `Layout` that states where each sequence begins. Only
+attention needs the layout; other layers work token by token. If lengths are on the CPU, nothing waits for the device.
 """
 
 from collections.abc import Callable, Sequence
@@ -17,17 +17,20 @@ from fastformer.modes import capturing, compiling, needs_dispatcher, readable
 
 V = TypeVar("V")
 
-MOST_TOKENS = 2**31 - 1  # of a run: kernels count in int32
+MOST_TOKENS = 2**31 - 1  # of a batch: kernels count in int32
 
 
 class RowMap(NamedTuple):
-    """A map of M rows to distinct slots among N: `slots` int64 `[M]`, and `inverse` int64 `[N]`, M where no row is.
+    """A map of M rows to distinct slots among N, in both directions.
 
-    So forward and backward read rows in order of the result, three times as fast as writing rows to their slots (2,244
-    x 4 rows of 64, one CPU core: 0.5 against 1.4 ms).
+    With the inverse, forward and backward both read rows in the order of their result: three times as fast as writing
+    rows to their slots (2,244 x 4 rows of 64, one CPU core: 0.5 against 1.4 ms).
 
-    Rows may be the heads of tokens; then, on a CPU, the map also has the token and the head of each slot, int64 `[N]`,
-    0 where no row is, and the slots where no row is.
+    Attributes:
+        slots: int64 `[M]`, the slot of each row.
+        inverse: int64 `[N]`, the row of each slot; M for an empty slot.
+        heads: on a CPU, if the rows are the heads of tokens: the token and the head of each slot, int64 `[N]`, 0 for an
+            empty slot, and the empty slots.
     """
 
     slots: Tensor
@@ -36,7 +39,7 @@ class RowMap(NamedTuple):
 
     @classmethod
     def of(cls, slots: Tensor, places: int, heads: int | None = None) -> "RowMap":
-        """Return the map of M rows to their slots among these places; heads: how many rows each token has."""
+        """Return the map of rows to `slots`, among `places` slots; heads: of each token, if the rows are heads."""
         M = slots.numel()
         inverse = torch.full((places,), M, dtype=torch.int64, device=slots.device)
         inverse.index_copy_(0, slots, torch.arange(M, device=slots.device))
@@ -48,7 +51,7 @@ class RowMap(NamedTuple):
 
     def gather(self, x: Tensor) -> Tensor:
         """Read the rows from their slots: `[N, ...]` -> `[M, ...]`. Differentiable."""
-        # Compilers, modes and transforms differentiate torch's own ops.
+        # Compilers, modes and transforms see torch's own ops.
         if x.requires_grad and torch.is_grad_enabled() and not needs_dispatcher():
             return _Move.apply(x, self, False)  # type: ignore[no-untyped-call, no-any-return]
         return x.index_select(0, self.slots)
@@ -62,7 +65,7 @@ class RowMap(NamedTuple):
         return torch.cat([x, x.new_zeros(1, *x.shape[1:])]).index_select(0, self.inverse)
 
     def spread_heads(self, x: Tensor) -> Tensor:
-        """Write heads to their slots: `[T, H, K]` -> `[N, K]`; on a CPU without a copy of heads inside wider rows."""
+        """Write heads to their slots: `[T, H, K]` -> `[N, K]`; on a CPU, views of wider rows are not copied first."""
         if self.heads is None or type(x) is not Tensor or not x.numel() or needs_dispatcher():
             return self.spread(x.flatten(0, 1))
         if x.requires_grad and torch.is_grad_enabled():
@@ -77,7 +80,7 @@ class RowMap(NamedTuple):
 
 
 class _Move(torch.autograd.Function):
-    """`RowMap.spread` or `gather`, each the derivative of the other; torch's own index_select adds in its backward."""
+    """`RowMap.spread` or `gather`: each is the other's backward, where torch's index_select would add up rows."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, rows: RowMap, spread: bool) -> Tensor:
@@ -104,7 +107,7 @@ class _SpreadHeads(torch.autograd.Function):
 
 @dataclass(frozen=True, eq=False)
 class Layout:
-    """Positions of B sequences in a run of T tokens, and in the padded batch `[B, columns]` that it was packed from.
+    """Positions of B sequences among T packed tokens, and in the padded batch `[B, columns]` that they come from.
 
     Attributes:
         lengths: int64 `[B]`, on the CPU; zero is allowed. On "meta" where only the device knows them
@@ -230,9 +233,9 @@ class Layout:
     def cached(self, name: object, make: Callable[[], V], other: "Layout | None" = None) -> V:
         """Return the result of `make`, cached by name, because all layers of a model need the same values.
 
-        other: the layout of the keys, if the value depends on it; the value for the last one is kept.
+        other: the layout of the keys, if the value depends on it; only the value for the last one is cached.
         """
-        # No cache while compiling or capturing, when tensors have no values, unless the layout is of that step.
+        # While compiling or capturing tensors have no values, so nothing is cached, unless the layout is of that step.
         if compiling() or (self.known and capturing(self.offsets)):
             return make()
         other = None if other is self else other  # a layout that refers to itself would wait for the garbage collector

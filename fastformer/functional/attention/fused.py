@@ -25,7 +25,8 @@ from fastformer.packing import Layout
 from fastformer_kernels.attention.arguments import NUMBERS, SCHEMA, Arguments
 
 LARGEST_HEAD = 256
-# Queries times query heads per key head: one tile of rows. More rows fill the matrix units of the training kernel, too.
+# Queries times query heads per key head: the rows of one tile of the decoding kernel. With more of them, the training
+# kernel fills the matrix units, too.
 LARGEST_DECODED_ROWS = 16
 _UNLIMITED = -1  # a side of the window, in the kernels
 _LOG2E = math.log2(math.e)
@@ -216,7 +217,7 @@ def _apply(
     scale = float(q.shape[-1] ** -0.5 if rules.scale is None else rules.scale)
     softcap, dropout_p = rules.softcap or 0.0, rules.dropout_p
     seed = dropout_seed(q) if dropout_p > 0.0 else None
-    # Positional, in a quarter of the time of keywords; a test compares the order with the fields.
+    # By position, which takes a quarter of the time of keywords; a test compares the order with the fields.
     distance_bias, sinks = rules.distance_bias, rules.sinks
     arguments = Arguments(
         queries, keys, scale, shift, left, right, softcap, dropout_p, bounds, key_mask, seed, mask, distance_bias, sinks
@@ -238,7 +239,7 @@ def attention(
     (B, _, T, _), S = q.shape, k.shape[2]
     bottom_right = rules.alignment == "bottom_right"
     mask, key_mask = rules.mask, rules.key_mask
-    if (keys := as_key_mask(mask, B, S)) is not None:  # as a key mask, its hidden tiles are skipped
+    if (keys := as_key_mask(mask, B, S)) is not None:  # kernels skip the hidden tiles of a key mask
         mask, key_mask = None, keys if key_mask is None else keys & key_mask
     decoding = mask is None and rules.dropout_p == 0.0 and not wants_weights
     decoding = decoding and decodes(q, k, v, rules.distance_bias, rules.sinks)

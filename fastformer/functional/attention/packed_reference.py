@@ -16,19 +16,20 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from fastformer.functional.attention.reference import attention_over_zeros, products, weighted_sum, wide, widens
-from fastformer.functional.attention.rules import AttentionRules, of_pairs
+from fastformer.functional.attention.rules import AttentionRules, expand_distance_bias
 from fastformer.functional.dropout import drop
 from fastformer.host.devices import send
 from fastformer.modes import compiling, readable
 from fastformer.packing import Layout
 from fastformer.packing.layout import RowMap
 
-# A group ends where the area of the remaining scores of a sequence is below this share of the group's ...
+# A group ends before the sequence from which on all sequences, padded to one size, have at most this share of the
+# scores that a sequence of the group has with its padding ...
 _SHRINK = 0.7
-# ... and the cut saves at least this many scores of all heads: a group costs some 20 calls, forward and backward.
+# ... if that saves at least this many scores of all heads: a group costs some 20 calls, forward and backward.
 _WORTH = 16_384
-# Up to this length matrix product and softmax beat SDPA on a CPU, forward and backward (128 sequences of up to 29
-# tokens, 6 heads of 32: 13.6 against 18.0 ms, one core); beyond it the scores no longer stay in the cache.
+# Up to this length matrix products and softmax are faster than SDPA on a CPU, forward and backward (128 sequences of up
+# to 29 tokens, 6 heads of 32: 13.6 against 18.0 ms, one core). The scores of longer ones do not stay in the cache.
 _SHORT = 64
 # The same for a trained bias by distance, for which SDPA has no fused gradient (8 sequences of 256 tokens,
 # 12 heads of 64: 118 against 146 ms; 16 of up to 128: 34 against 48).
@@ -70,8 +71,8 @@ def _lengths(layout: Layout) -> Ints:
 
 
 def _cuts(queries: Ints, keys: Ints, heads: int) -> list[int]:
-    """Return the first sequence of each group, for lengths in descending order of their sum."""
-    # Of each sequence and all after it: the longest queries times the longest keys.
+    """Return the index of each group's first sequence, for lengths in descending order of queries + keys."""
+    # The longest queries times the longest keys, of each sequence and all after it.
     area = np.maximum.accumulate(queries[::-1])[::-1] * np.maximum.accumulate(keys[::-1])[::-1]
     cuts, first = [0], 0
     while first < len(area) and area[first] > 0:
@@ -206,7 +207,7 @@ def _attend(q: Tensor, k: Tensor, v: Tensor, group: Group, same: bool, rules: At
         added = later if ends is None else (ends if later is None else ends + later)
         scores = products(q.flatten(0, 1), k.flatten(0, 1), scale, added)
         if bias is not None:
-            pairs = of_pairs(bias, q, k, rules).transpose(0, 1)  # [H, 1, T, S]
+            pairs = expand_distance_bias(bias, q, k, rules).transpose(0, 1)  # [H, 1, T, S]
             scores = (wide(scores).view(H, N, T, S) + pairs).flatten(0, 1)
         weights = scores.softmax(-1)
         weights = weights if weights.dtype == v.dtype or widens(v) else weights.to(v.dtype)

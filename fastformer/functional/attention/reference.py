@@ -1,8 +1,8 @@
 """The specification of attention, in plain PyTorch: any device, any dtype.
 
-As fast as PyTorch's own ops allow. Edge cases are decided here: a query that may attend to nothing gives output 0 and
-gradient 0 (torch gives NaN in some paths); statistics and softmax accumulate as torch's own ops do for the dtype; no
-value in padding reaches a result, NaN included.
+As fast as PyTorch's own ops allow. Edge cases are decided here. A query that may attend to nothing gives output 0 and
+gradient 0 (torch gives NaN in some paths). Softmax accumulates as torch's own op does for the dtype. No value in
+padding reaches a result, NaN included.
 
 Letters: B batch, H heads, T queries, S keys, L positions, K head size.
 """
@@ -57,9 +57,9 @@ def attention(q: Tensor, k: Tensor, v: Tensor, rules: AttentionRules) -> Tensor:
 def _without_padding(compute: Callable[..., Any], q: Tensor, k: Tensor, v: Tensor, rules: AttentionRules) -> Any:
     """Return compute(q, k, v, rules), an output or several, such that no value in padding changes it.
 
-    In inference on a CPU, the output alone shows that a hidden value is NaN or overflows: its weight of 0 makes NaN of
-    it. Checking the output takes less time than checking k and v. Gradients have other products, and with dropout a
-    second call would draw other numbers.
+    In inference on a CPU, only the output is checked, which takes less time than k and v: if a hidden value is NaN or
+    overflows, its weight of 0 times the value is NaN in the output. Then padding is zeroed and the call repeated. In
+    training NaN can arise in the gradients alone, and with dropout a second call would draw other numbers.
     """
     hiding = rules.mask, rules.query_lengths, rules.key_lengths, rules.key_mask
     hides = any(x is not None for x in hiding)

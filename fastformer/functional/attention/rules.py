@@ -124,7 +124,7 @@ def with_distances(q: Tensor, k: Tensor, rules: AttentionRules) -> Tensor | None
     mask = rules.mask
     if rules.distance_bias is None:
         return mask
-    bias = of_pairs(rules.distance_bias, q, k, rules)
+    bias = expand_distance_bias(rules.distance_bias, q, k, rules)
     if mask is None:
         return bias
     if mask.dtype == torch.bool:
@@ -132,7 +132,7 @@ def with_distances(q: Tensor, k: Tensor, rules: AttentionRules) -> Tensor | None
     return _clamp_finite(mask + bias, q.dtype)
 
 
-def of_pairs(bias: Tensor, q: Tensor, k: Tensor, rules: AttentionRules) -> Tensor:
+def expand_distance_bias(bias: Tensor, q: Tensor, k: Tensor, rules: AttentionRules) -> Tensor:
     """Expand a bias `[H, 2 * P - 1]` to `[B or 1, H, T, S]`, in fp32 at least, because gradients accumulate in it.
 
     Row t is row t - 1 moved by one column, so rows are windows of one vector; row T - 1 is the first window.

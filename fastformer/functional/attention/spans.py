@@ -1,7 +1,7 @@
-"""Which queries and keys of each row are not padding, for long sequences on a CPU.
+"""Find the queries and keys of each row that are not padding, for long sequences on a CPU.
 
-There SDPA computes the scores that a mask hides, too. `attend_in_spans` calls it for each row of the batch, on what is
-visible only.
+There SDPA also computes the scores that a mask hides. `attend_in_spans` calls it for each row of the batch, on the
+visible queries and keys only.
 
 Letters: B batch, T queries, S keys, L positions.
 """
@@ -15,16 +15,17 @@ from fastformer.functional.attention.rules import AttentionRules
 from fastformer.modes import compiling, readable
 
 SHORTEST = 128  # of queries and of keys; for shorter ones one call with a mask is faster
-# A query must have so many hidden keys in the mean. Ratio of process CPU time, one call with a mask made beforehand / a
-# call for each row; 8 and 32 rows, 4 to 12 heads of 64, forward and with backward: 0.7 to 1.0 with 32 hidden keys, 0.9
-# to 1.1 with 64, 1.2 to 1.4 with 128, 1.5 to 1.8 with 256. If the call makes its mask, 1.05 to 1.9 with 48.
+# How many keys of a query must be hidden on average. Process CPU time of one call with a mask made beforehand, divided
+# by that of a call for each row; 8 and 32 rows, 4 to 12 heads of 64, forward and with backward: 0.7 to 1.0 with 32
+# hidden keys, 0.9 to 1.1 with 64, 1.2 to 1.4 with 128, 1.5 to 1.8 with 256. If the one call makes its mask: 1.05 to 1.9
+# with 48.
 _LEAST_HIDDEN = 48
 # With a window or a bias, for which each call makes a mask: 0.8 to 1.2 with 48 hidden keys, 0.94 to 2.5 from 96 on.
 _LEAST_HIDDEN_OF_MASKED = 96
 
 
 class Span(NamedTuple):
-    """The visible queries and keys of one row: the first, and the end."""
+    """The visible queries and keys of one row: from the first one to the end, which is not visible."""
 
     first: int
     end: int
@@ -33,7 +34,7 @@ class Span(NamedTuple):
 
 
 def first_and_end(real: Tensor) -> tuple[list[int], list[int]] | None:
-    """Return the first real place of each row `[B, L]`, and the end of these; None if a row has gaps."""
+    """Return the first position of each row `[B, L]` that is real, and the end of these; None if a row has gaps."""
     place = torch.arange(real.shape[1], device=real.device)
     end = torch.where(real, place + 1, 0).amax(1)
     first = torch.minimum(torch.where(real, place, real.shape[1]).amin(1), end)  # both 0 without a real place

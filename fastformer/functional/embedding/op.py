@@ -1,6 +1,6 @@
 """Embedding, dropout(scale * weight[ids] + table[positions]): op, checks, reference, registration, autograd Function.
 
-Backward applies the dropout mask and the scale to the gradient, and adds up the rows of each word, always in the same
+Backward applies the dropout mask and the scale to the gradient, and adds up the rows of each id, always in the same
 order.
 
 Letters: D model width, P positions, V vocabulary.

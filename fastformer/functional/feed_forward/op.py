@@ -134,7 +134,7 @@ def reference(
     # On rows: F.linear of more dimensions returns a view, whose gradient autograd copies if the view changes in place.
     batch = x.shape[:-1] if x.dim() > 2 and type(x) is Tensor else None
     hidden = F.linear(x if batch is None else x.flatten(0, -2), weight1, bias1)
-    # In place where nothing else needs the argument: saves one pass over the widest tensor of a layer.
+    # ReLU in place, because nothing else needs its argument: saves one pass over the widest tensor of a layer.
     hidden = F.relu_(hidden) if activation == "relu" else activate(hidden, activation)
     out = F.linear(drop(hidden, dropout_p) if dropout_p else hidden, weight2, bias2)
     return out if batch is None else out.view(*batch, weight2.shape[0])

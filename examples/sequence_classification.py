@@ -1,10 +1,10 @@
-"""Tell the number of digits of a number from its words, on generated number words.
+"""Classify numbers that are written in words by how many digits they have.
 
     forty-two -> 2        six hundred -> 3        six hundred thousand two -> 6
 
-A word more or less changes the class (`six thousand`, `six hundred thousand`), and longer texts may have fewer digits
-(`nine hundred ninety-nine`, `ten thousand`). Held-out numbers never occur in training. The same on the command line, or
-with texts of your own, a line each (label, tab, text): `fastformer train classify [--train-text FILE]`.
+One word can change the class (`six thousand`, `six hundred thousand`), and longer texts may have fewer digits (`nine
+hundred ninety-nine`, `ten thousand`). Held-out numbers never occur in training. On the command line the same is
+`fastformer train classify`; with `--train-text FILE` it reads your own texts, one line each: label, tab, text.
 
     python examples/sequence_classification.py
 """
@@ -22,7 +22,7 @@ from fastformer.apps.classification import (
 
 
 def main(folder: Path, count: int = 4000, epochs: int = 2, d_model: int = 64, pooling: str = "mean") -> float:
-    """Train, print what some held-out numbers are taken for, and give back the accuracy on held-out numbers."""
+    """Train, print the predicted classes of some held-out numbers, and return the accuracy on held-out numbers."""
     data = ClassificationDataConfig(dataset="numbers", size=count, tokenizer="words", splitting="whitespace")
     model = {"d_model": d_model, "heads": 4, "layers": 2, "feed_forward": 2 * d_model, "dropout": 0.0}
     train = ClassificationTrainConfig(lr=3e-3, schedule="linear", warmup_steps=20, epochs=epochs, metric="accuracy")

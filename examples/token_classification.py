@@ -3,8 +3,8 @@
     three    hundred  forty  -  two   thousand  seventy  -  one
     10^5     times    10^4      10^3  times     10^1        10^0
 
-The same word gets another tag in another place (`two` is 10^0, 10^2, 10^3 or 10^5), so a tagger must read the whole
-number. Hyphens are given no tag: label -100. Held-out numbers never occur in training.
+The tag of a word depends on its place (`two` is 10^0, 10^2, 10^3 or 10^5), so a tagger must read the whole number.
+Hyphens have no tag: their label is -100. Held-out numbers never occur in training.
 
     python examples/token_classification.py
 """

@@ -1,8 +1,8 @@
 """A Transformer, step by step.
 
-From a text to its translation, every number on the way, on generated number words (English to French). Each step is
-computed here by hand, in plain PyTorch, and then compared with what fastformer's model computes: an `assert` that holds
-says that the explanation is what runs.
+From a text to its translation, with all numbers in between, on generated number words (English to French). Each step is
+computed here in plain PyTorch, and compared with the result of fastformer's model: the assertions show that the
+explanation is what runs.
 
 Run it as a script (`python examples/walkthrough.py`) or cell by cell as a notebook (`examples/walkthrough.ipynb`, which
 `python examples/notebook.py` writes from the script).
@@ -37,16 +37,16 @@ def show(name: str, x: Tensor) -> None:
     print(f"{name} {list(x.shape)}\n{x.detach()}\n")
 
 
-def same(ours: Tensor, theirs: Tensor) -> None:
-    """Assert that two computations gave the same numbers, to rounding."""
-    torch.testing.assert_close(ours, theirs, atol=1e-5, rtol=1e-5)
+def same(computed: Tensor, expected: Tensor) -> None:
+    """Assert that two computations gave the same numbers, up to rounding."""
+    torch.testing.assert_close(computed, expected, atol=1e-5, rtol=1e-5)
 
 
 # %% [markdown]
 # ## 1. Text to ids
 #
-# A tokenizer cuts a text into pieces that it knows by number. Here a piece is a word. Four ids are special: unknown
-# words, padding, the begin and the end of a sentence.
+# A tokenizer cuts a text into pieces, and gives each its number, the id. Here a piece is a word. Four ids are special:
+# unknown words (unk), padding (pad), the begin (bos) and the end (eos) of a sentence.
 
 # %%
 train, _, held_out = number_corpus("fr", train=2000, valid=1, test=5)
@@ -60,9 +60,9 @@ print(f"special ids {dict(english.special_ids.names())}; vocabularies of {englis
 # %% [markdown]
 # ## 2. Batches, lengths and masks
 #
-# Sentences of different lengths become one rectangle by padding. What is padding must never be looked at, and what a
-# target position is to predict must not be seen by it. The source ends with eos. The decoder reads bos and the target,
-# and writes the target and eos: the same words, one position apart.
+# Padding gives the sentences of a batch the same length. Attention must ignore padding, and a target position must not
+# see the words that it and later positions are to predict. The source ends with eos. The decoder reads bos and the
+# target, and predicts the target and eos: the same words, one position apart.
 
 # %%
 batch = collate(encode_pairs(pairs, english, french), packed=False)
@@ -73,13 +73,13 @@ show("target_out, tokens + eos", batch.target_out)  # [B, T]
 S, T = batch.source.shape[1], batch.target_in.shape[1]
 source_padding = torch.arange(S) >= batch.source_lengths[:, None]  # [B, S], True: padding
 target_padding = torch.arange(T) >= batch.target_lengths[:, None]  # [B, T]
-ahead = torch.ones(T, T, dtype=torch.bool).triu(1)  # [T, T], True: lies ahead
+ahead = torch.ones(T, T, dtype=torch.bool).triu(1)  # [T, T], True: a later position
 show("padding of the source", source_padding.int())
 show("look-ahead mask: row t may see columns up to t", ahead.int())
 show("both together, of the second target", (ahead | target_padding[1]).int())
 
 # %% [markdown]
-# fastformer does not compute with padding at all: it lays the sentences one after another and keeps their lengths.
+# fastformer does not compute with padding at all: it packs the sentences one after another, and keeps their lengths.
 
 # %%
 packed = collate(encode_pairs(pairs, english, french), packed=True)
@@ -90,8 +90,8 @@ same(batch.source[~source_padding], packed.source)
 # %% [markdown]
 # ## 3. Embeddings with positions
 #
-# Each id picks a row of a table, times sqrt(D), so that words are as large as positions. Attention knows no order, so a
-# wave of another frequency in each pair of dimensions is added:
+# Each id selects a row of a table, times sqrt(D), so that words are as large as positions. Attention does not depend on
+# the order of words, so positions are added: sine and cosine, of another frequency in each pair of dimensions.
 # PE(pos, 2i) = sin(pos / 10000^(2i/D)) and PE(pos, 2i+1) = cos of the same angle.
 
 # %%
@@ -107,7 +107,7 @@ same(sinusoidal_positions(10, D)[3, 10:12], torch.stack([angle.sin(), angle.cos(
 
 
 def embed(ids: Tensor, table: Tensor) -> Tensor:
-    """Ids [B, L] to vectors [B, L, D]."""
+    """Return the vectors [B, L, D] of ids [B, L]."""
     return table[ids] * math.sqrt(D) + sinusoidal_positions(ids.shape[1], D)
 
 
@@ -118,9 +118,9 @@ same(x, model.source_embedding(batch.source, torch.arange(S).expand(2, S), S))
 # %% [markdown]
 # ## 4. Attention: scores, mask, softmax, heads
 #
-# Each position asks a question (query), and every position offers a key and a value. A score is the product of query
-# and key over sqrt(K). The mask sets the scores of forbidden keys to minus infinity, softmax makes shares of each row,
-# and the result is the average of the values with these shares. Each head does so with its own K dimensions.
+# Each position has a query, a key and a value. A score is the product of a query and a key, divided by sqrt(K). The
+# mask sets the scores of forbidden keys to minus infinity. Softmax turns each row of scores into weights that add up to
+# 1, and the result is the average of the values with these weights. Each head does so with its own K dimensions.
 
 
 # %%
@@ -145,9 +145,9 @@ mixed, scores, masked, weights, heads = attention(layer.self_attn, h, h, source_
 show("scores of the second source, head 1", scores[1, 0])
 show("after the padding mask", masked[1, 0])
 show("after softmax: each row adds up to 1", weights[1, 0])
-show("what head 1 reads, first 6 of K dimensions", heads[1, 0, :, :6])
+show("result of head 1, first 6 of K dimensions", heads[1, 0, :, :6])
 same(weights.sum(-1), torch.ones(2, H, S))
-assert weights[1, :, :, 3:].eq(0).all()  # nothing of the padding was looked at
+assert weights[1, :, :, 3:].eq(0).all()  # padding has no weight
 
 # %% [markdown]
 # The maps that the model reports for a sentence, which `fastformer plot attention` draws, are these weights.
@@ -159,13 +159,13 @@ same(weights[0], maps["encoder"][0])
 # %% [markdown]
 # ## 5. The encoder layer
 #
-# What attention found is added to what was there; then a feed-forward network looks at each position alone, and its
-# result is added as well. A norm ends the stack.
+# The result of attention is added to the layer's input. Then a feed-forward network computes each position by itself,
+# and its result is added as well. A norm ends the stack.
 
 
 # %%
 def feed_forward(layer: torch.nn.Module, x: Tensor) -> Tensor:
-    """Two linear layers and a ReLU."""
+    """Apply two linear layers, with a ReLU between them."""
     return layer.linear2(F.relu(layer.linear1(x)))
 
 
@@ -173,8 +173,8 @@ x = x + mixed
 x = x + feed_forward(layer, layer.norm2(x))
 memory = model.encoder.norm(x)  # [B, S, D]
 show("memory of the first source, first 6 dimensions", memory[0, :, :6])
-theirs, layout = model.encode(packed.source, packed.source_lengths)  # [all source tokens, D]
-same(memory[~source_padding], theirs)
+encoded, layout = model.encode(packed.source, packed.source_lengths)  # [all source tokens, D]
+same(memory[~source_padding], encoded)
 
 # %% [markdown]
 # ## 6. The decoder layer
@@ -207,15 +207,16 @@ same(
 # %% [markdown]
 # ## 7. Logits and loss
 #
-# The hidden state of a position is compared with every word of the vocabulary: with tied weights, with the rows of the
-# embedding table. Softmax makes probabilities, and the loss is -log of the probability of the right word, summed over
-# the real positions. A model that knows nothing has a loss of about log V, and somewhat more if it guesses at random.
+# The logit of a word is the product of a position's hidden state with the word's row of the output matrix; with tied
+# weights, this is the embedding table. Softmax makes probabilities of logits. The loss is -log of the probability of
+# the right word, summed over the real positions. Equal probabilities give a loss of log V for each word, and a model
+# with random weights somewhat more.
 
 # %%
 logits = hidden @ model.target_embedding.tokens.weight.T  # [B, T, V]
 log_p = logits.log_softmax(-1)
 losses = -log_p.gather(-1, batch.target_out[..., None]).squeeze(-1)  # [B, T]
-show("-log p of the right words; that of padding will not count", losses)
+show("-log p of the right words; padding will not count", losses)
 loss = losses[~target_padding].sum()
 print(f"loss {loss / packed.tokens:.2f} nats a word; log V is {math.log(french.size):.2f}")
 same(loss, translation_loss(model, packed))
@@ -223,7 +224,7 @@ same(loss, translation_loss(model, packed))
 # %% [markdown]
 # ## 8. Learning
 #
-# The gradient of the loss says how to change every number of the model. A few hundred small steps make it translate.
+# The gradient of the loss says how to change each parameter. After a few hundred small steps the model translates.
 
 # %%
 EPOCHS = 12
@@ -246,9 +247,9 @@ model.eval()
 # %% [markdown]
 # ## 9. Decoding, step by step
 #
-# To translate, the decoder reads bos, and the most probable word is what it reads next, until it is eos. A real search
-# keeps the keys and values of what was read (`fastformer.generate`); here everything is computed again at each step,
-# with the same result.
+# To translate, the decoder first reads bos. In each step the most probable word is appended to its input, until that
+# word is eos. A real search caches keys and values (`fastformer.generate`); here everything is computed again at each
+# step, with the same result.
 
 # %%
 sentence = held_out.source[0]
@@ -266,5 +267,5 @@ with torch.no_grad():
         read.append(int(best.indices[0]))
 written = [i for i in read[1:] if i != french.eos_id]
 print(f"\n{sentence!r} -> {french.decode(written)!r}")
-(found,) = greedy_search(model, source, torch.tensor([len(source)]), SearchOptions(max_length=19))
-assert found.ids == written
+(hypothesis,) = greedy_search(model, source, torch.tensor([len(source)]), SearchOptions(max_length=19))
+assert hypothesis.ids == written

@@ -34,7 +34,7 @@ def row_keys(seed, rows, stream):
 
 @triton.jit
 def keep(keys, columns, threshold):
-    """Decide for each element: True = keep. Keys and columns broadcast to the tile, in either orientation."""
+    """Decide for each element: True = keep. Keys and columns broadcast to the tile, which may be transposed."""
     x = keys + columns.to(tl.uint32) * GOLDEN
     x = (x ^ (x >> 16)) * FIRST
     x = (x ^ (x >> 15)) * SECOND

@@ -6,11 +6,11 @@ import triton.language as tl
 
 @triton.jit
 def sum_rows(tile, loaded: tl.constexpr):
-    """Sum a tile `[rows, columns]` over its rows; of a kernel of 4 warps, or of as many as one row takes.
+    """Sum a tile `[rows, columns]` over its rows, in a kernel of 4 warps, or of as many as one row takes.
 
-    A thread holds 16 bytes of a row side by side, in the dtype `loaded`. Where other warps have other rows, Triton's
-    own sum writes theirs to shared memory column by column, the columns of a thread one behind the other: in 16 bits
-    all threads of a warp wrote to one bank. To split pairs of rows, it turns the layout first, without a conflict.
+    A thread holds 16 bytes of a row, in the dtype `loaded`. If several warps hold different rows, `tl.sum` adds them
+    through shared memory with bank conflicts: in 16 bits all threads of a warp wrote to one bank. So rows of one thread
+    are summed first, then pairs of the APART other rows, for which Triton converts the layout without conflicts.
     """
     ROWS: tl.constexpr = tile.shape[0]
     COLUMNS: tl.constexpr = tile.shape[1]

@@ -88,8 +88,8 @@ def _attention_keys_values(
     dk = tl.zeros((BLOCK_S, BLOCK_K), tl.float32)
     dv = tl.zeros((BLOCK_S, BLOCK_V), tl.float32)
 
-    # Seen from the keys, the window lies the other way round.
-    # What a padded key gathers is dropped in the end. It has no row of a mask.
+    # For keys, left and right of the window are swapped. Gradients of padded keys are set to 0 at the end; no mask is
+    # read for them.
     spread: tl.constexpr = not STRAIGHT and (K > 128 or V > 128 or (PRECISION == "tf32" and (K > 64 or V > 64)))
     low, high = seen_range(columns, 0, last_query, -shift, right, left, HAS_RIGHT, HAS_LEFT)
     if MASK != 0:
@@ -141,7 +141,7 @@ def _attention_keys_values(
             dv = tl.dot(dropped_p.to(dout.dtype), dout, dv, input_precision=PRECISION, out_dtype=tl.float32)
             dk = tl.dot(ds.to(q.dtype), q, dk, input_precision=PRECISION, out_dtype=tl.float32)
     dk_ptr += offset(b, ALIGN, stride_dk_b) + offset(hk, ALIGN, stride_dk_h) + offset(k_base, ALIGN, stride_dk_s)
-    if V == K:  # dv lies as dk: with strides of its own, fp32 at head size 128 spilled 8 bytes (sm_90)
+    if V == K:  # dv has dk's strides: with strides of its own, fp32 at head size 128 spilled 8 bytes (sm_90)
         stride_dv_b, stride_dv_h, stride_dv_s = stride_dk_b, stride_dk_h, stride_dk_s
     dv_ptr += offset(b, ALIGN, stride_dv_b) + offset(hk, ALIGN, stride_dv_h) + offset(k_base, ALIGN, stride_dv_s)
     written = (columns < end_column)[:, None]
@@ -166,7 +166,7 @@ def _attention_queries(
     ALIGN: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr, HAS_DWEIGHTS: tl.constexpr,
     OWN_DELTA: tl.constexpr, STRAIGHT: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_S: tl.constexpr,
 ):  # fmt: skip
-    """Compute dQ of one tile of queries `[BLOCK_T]` of one head, and their delta on the way."""
+    """Compute dQ of one tile of queries `[BLOCK_T]` of one head, and with OWN_DELTA their delta."""
     rank, head = place(tiles, together)
     tile, b, h = tiles - 1 - rank, head // H, head % H  # with causality the last tiles are the longest
     q_base, last_query, k_base, first_key, last_key, shift, gaps = load_bounds(bounds_ptr, b, T, S, shift, HAS_BOUNDS)

@@ -77,7 +77,7 @@ def _attention_bias_gradient(
         its_mask = mask_ptr + offset(b, 1, stride_mask_b)
         its_bias = bias_of_head(bias_ptr, h, stride_bias_h, moved)
         its_dweights = dweights_ptr + offset(b, 1, stride_dweights_b)
-        # The tiles whose columns reach into the keys; of a diagonal that the window hides, none.
+        # The tiles with columns among the keys; none on a diagonal that the window hides.
         begin = tl.cdiv(tl.maximum(first_key - moved - distance - BLOCK_S + 1, 0), BLOCK_T)
         end = tl.cdiv(tl.minimum(last_query, tl.maximum(last_key - moved - distance, 0)), BLOCK_T)
         if HAS_RIGHT:
@@ -102,7 +102,7 @@ def _attention_bias_gradient(
             delta = tl.load(delta_ptr + row_base + rows, mask=rows < last_query, other=0.0)
             dots = tl.dot(q, tl.trans(k), input_precision=PRECISION, out_dtype=tl.float32)
             dp = tl.dot(dout, tl.trans(v), input_precision=PRECISION, out_dtype=tl.float32)
-            known = tl.maximum(columns, 0)[None, :]  # what lies before the first key is not looked up
+            known = tl.maximum(columns, 0)[None, :]  # no mask is read before key 0
             if HAS_DWEIGHTS:
                 dp += weight_gradient(its_dweights, stride_dweights_t, rows[:, None], known, T, last_key)
             keys = row_keys(tl.load(seed_ptr), rows, b * H + h) if HAS_DROPOUT else rows
@@ -130,9 +130,9 @@ def _attention_bias_sum(
     lines_ptr, dbias_ptr, line, first_diagonal, positions, longest, parts, blocks,
     H: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_S: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
-    """Sum what was written to BLOCK_D distances of one head; 0 for those that are not met.
+    """Sum the partial sums of BLOCK_D distances of one head; 0 for distances beyond the longest sequence.
 
-    Row r of the tiles of all diagonals is one line, in which a distance stands r places further than in row 0.
+    Row r of the tiles of all diagonals is one line, in which a distance is r columns further right than in row 0.
     """
     block, h = tl.program_id(0) % blocks, tl.program_id(0) // blocks
     places = block * BLOCK_D + tl.arange(0, BLOCK_D)

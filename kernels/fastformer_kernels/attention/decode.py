@@ -33,7 +33,7 @@ from fastformer_kernels.host.launch import device_of, guard, launch, power_of_tw
 
 @triton.jit
 def _weights_of_rows(total, peak, real, sinks_ptr, h):
-    """Return which rows have seen something, and the sum of their weights, with the sinks; 1 for the others."""
+    """Return which rows have visible keys, and the sum of their weights, with the sinks; 1 for other rows."""
     alive = (total != 0.0) & real
     if sinks_ptr is not None:
         total += sink(peak, sinks_ptr, h)
@@ -109,7 +109,7 @@ def _attention_split(
         out = tl.where(alive[:, None], acc / total[:, None], 0.0)
         out_row = (rows.to(tl.int64) * stride_out_t + h.to(tl.int64) * stride_out_h) * ALIGN
         tl.store(out_ptr + offset(b, ALIGN, stride_out_b) + out_row[:, None] + v_dims[None, :], out, mask=written)
-    else:  # [B * Hkv, splits, T * GROUP, V] and without V
+    else:  # parts [B * Hkv, splits, T * GROUP, V], peaks and totals without V
         row = (head * splits + split).to(tl.int64) * (T * GROUP) + r
         tl.store(part_ptr + row[:, None] * V + v_dims[None, :], acc, mask=written)
         tl.store(peak_ptr + row, peak, mask=rows < T)

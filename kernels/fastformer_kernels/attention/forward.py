@@ -108,13 +108,13 @@ def _attention(
     end = tl.where(first_row < last_query, end, begin)  # a tile of padded queries sees nothing
     full_end = tl.where(first_row < last_query, full_end, full_begin)
 
-    # Tiles in the order of work: first the whole ones, then those that need masks.
+    # First the whole tiles, then those that need masks.
     whole, count = full_end - full_begin, end - begin
     columns = tl.arange(0, BLOCK_S)
     k_ptrs = k_ptr + columns.to(tl.int64)[:, None] * stride_k_s * ALIGN + dims[None, :]
     v_ptrs = v_ptr + columns.to(tl.int64)[:, None] * stride_v_s * ALIGN + v_dims[None, :]
     j = tl.where(whole > 0, full_begin, begin)
-    next_dots = acc  # only for the name to exist
+    next_dots = acc  # so that the name exists without AHEAD
     if AHEAD:
         loaded = (j * BLOCK_S + columns < last_key)[:, None] & in_head
         next_dots = _dots(q, k_ptrs, stride_k_s, j, loaded, BLOCK_S, ALIGN, PRECISION)
@@ -131,7 +131,7 @@ def _attention(
         s = dots if RAW else scores(dots, scale, softcap, HAS_SOFTCAP)
         at = j * BLOCK_S + columns
         acc, total, peak = fold(acc, total, peak, s, factor, v, keys, at, threshold, HAS_DROPOUT, PRECISION)
-    # Of head size 256 both loops as pipelines spilled 16 bytes (sm_80): this one has a tile or two.
+    # One stage at head size 256, where two pipelined loops spilled 16 bytes (sm_80): this loop has one or two tiles.
     for i in tl.range(0, count - whole, num_stages=1 if BLOCK_S == 64 and BLOCK_V == 256 else None):
         j, n = begin + i, begin + i + 1
         j = tl.where(j < full_begin, j, j + whole)
@@ -139,7 +139,7 @@ def _attention(
         at = j * BLOCK_S + columns
         real_keys = real_columns(at, first_key, last_key, key_mask_ptr, HAS_KEY_MASK)[:, None]
         dots = next_dots
-        # Keys do not wait for the key mask: what they hold where it has gaps is hidden.
+        # Loads of keys do not wait for the key mask: the scores of keys in its gaps are hidden below.
         loaded = ((n if AHEAD else j) * BLOCK_S + columns < last_key)[:, None] & in_head
         if AHEAD:
             next_dots = _dots(q, k_ptrs, stride_k_s, n, loaded, BLOCK_S, ALIGN, PRECISION)
@@ -154,7 +154,8 @@ def _attention(
         acc, total, peak = fold(acc, total, peak, s, factor, v, keys, at, threshold, HAS_DROPOUT, PRECISION)
 
     peak *= factor
-    # A NaN is alive, and shows; so does a peak that only the factor made infinite, under which all weights are 0.
+    # A row with NaN is alive, so NaN reaches the output. So is a row whose peak only the factor made infinite, which
+    # makes all weights 0.
     alive = ((total != 0.0) | (peak == float("inf"))) & (rows < last_query)
     if HAS_SINKS:
         total += sink(peak, sinks_ptr, h)

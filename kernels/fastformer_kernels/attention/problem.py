@@ -292,7 +292,7 @@ def _attention_bounds(
     PACKED: tl.constexpr, BOTTOM_RIGHT: tl.constexpr, HAS_QUERY_LENGTHS: tl.constexpr, HAS_KEY_LENGTHS: tl.constexpr,
     HAS_KEY_MASK: tl.constexpr,
 ):  # fmt: skip
-    """Fill one row; where packed, the pointers of the lengths are those of offsets."""
+    """Fill the row of one sequence; if packed, the pointers of the lengths are those of the offsets."""
     b = tl.program_id(0)
     q_base, k_base, queries, keys = b * 0, b * 0, b * 0 + T, b * 0 + S
     if PACKED:
@@ -301,7 +301,7 @@ def _attention_bounds(
         queries = tl.load(query_lengths_ptr + b + 1).to(tl.int32) - q_base
         keys = tl.load(key_lengths_ptr + b + 1).to(tl.int32) - k_base
     else:
-        # Lengths on a GPU are not checked on the host, which would wait for them; no kernel may leave its tensor.
+        # Lengths on a GPU are not checked, because the host would wait for them. Clamped, no kernel leaves its tensors.
         if HAS_QUERY_LENGTHS:
             queries = tl.minimum(tl.maximum(tl.load(query_lengths_ptr + b).to(tl.int32), 0), T)
         if HAS_KEY_LENGTHS:

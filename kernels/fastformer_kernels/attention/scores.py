@@ -30,10 +30,10 @@ def offset(index, size: tl.constexpr, stride):
 
 @triton.jit
 def place(tiles, together):
-    """Return (rank, head) of this program: its tile starts as number `rank` of the `tiles` of its head.
+    """Return (rank, head) of this program: its tile is the one of rank `rank` in the order of its head's `tiles`.
 
-    Groups of `together` heads share the order: all their tiles of rank 0 start first, then those of rank 1. The tile
-    that takes longest should have rank 0, so that short tiles fill the end (`side_by_side` has the figures).
+    Heads are in groups of `together`: all tiles of rank 0 of a group start first, then those of rank 1. The tile that
+    takes longest should have rank 0, so that short tiles fill the end (`problem.side_by_side` has the figures).
     """
     pid, heads = tl.program_id(0), tl.num_programs(0) // tiles
     first = pid // (together * tiles) * together
@@ -46,7 +46,7 @@ def place(tiles, together):
 def load_bounds(bounds_ptr, b, T, S, shift, HAS_BOUNDS: tl.constexpr):
     """Return (q_base, last_query, k_base, first_key, last_key, shift, gaps) of sequence b.
 
-    Without bounds they cover all T queries and S keys.
+    Without bounds: all T queries and S keys, and the argument `shift`.
     """
     if HAS_BOUNDS:
         row = bounds_ptr + b * 8
@@ -119,7 +119,7 @@ def visible(
 
 @triton.jit
 def real_columns(columns, first_key, last_key, key_mask_ptr, HAS_KEY_MASK: tl.constexpr):
-    """Return which columns are no padding. Padding may hold NaN, and 0 * NaN is NaN, so it is never loaded."""
+    """Return which columns are not padding. Padding may hold NaN, and 0 * NaN is NaN, so it is never loaded."""
     real = (columns >= first_key) & (columns < last_key)
     if HAS_KEY_MASK:
         real = real & (tl.load(key_mask_ptr + columns, mask=real, other=0) != 0)
@@ -136,7 +136,7 @@ def scores(dots, scale, softcap, HAS_SOFTCAP: tl.constexpr):
         # tanh(x) = 2 / (1 + exp(-2 x)) - 1, which is -1 where the exponential overflows.
         tanh = 2.0 / (1.0 + tl.exp2(dots * (scale * (-2.0 * LOG2E) / softcap))) - 1.0
         if HAS_SOFTCAP == 2:
-            # It cancels near 0, and the cap multiplies what is lost: 3e-6 for a cap of 50. Taylor's series there.
+            # Near 0 the difference cancels, and the cap multiplies the error: 3e-6 for a cap of 50. So Taylor's series.
             x = dots * (scale / softcap)
             y = x * x
             series = x * (1.0 + y * (-1.0 / 3.0 + y * (2.0 / 15.0 + y * (-17.0 / 315.0 + y * (62.0 / 2835.0)))))
@@ -181,8 +181,8 @@ def hide(
     """Apply all masks to a tile of scores: -inf where a query may not attend, plus the additive mask and the bias.
 
     MASK: 0 none, 1 bool (True = may attend), 2 additive; 3, 4, 5 the same with the bias. The pointers are of this
-    sequence and head; that of the bias comes from `bias_of_head`. Rows from T on have no mask; with a bias, rows from
-    the last query on.
+    sequence and head; that of the bias comes from `bias_of_head`. Neither mask nor bias is read for rows from T on:
+    the number of the mask's rows, or with a bias the end of the sequence.
     """
     if HAS_KEY_MASK:
         seen = seen & (tl.load(key_mask_ptr + columns, mask=columns < last_key, other=0) != 0)
@@ -200,10 +200,10 @@ def hide(
 
 @triton.jit
 def fold(acc, total, peak, s, factor, v, keys, columns, threshold, HAS_DROPOUT: tl.constexpr, PRECISION: tl.constexpr):
-    """Fold one tile of scores `[BLOCK_T, BLOCK_S]` and its values into the running softmax of each row.
+    """Add one tile of scores `[BLOCK_T, BLOCK_S]` and its values to the running softmax of each row.
 
-    Scores and peak are in units of 1 / factor, which is positive: multiplying by it here costs no extra instruction.
-    Random keys of the rows, columns and threshold are read only with HAS_DROPOUT.
+    Scores and peak times `factor`, which is positive, are in units of log2: multiplying here takes no extra
+    instruction. `keys` (the random keys of the rows), columns and threshold are used only with HAS_DROPOUT.
     """
     new_peak = tl.maximum(peak, tl.max(s, 1))
     shift = tl.where(new_peak == float("-inf"), 0.0, new_peak * factor)  # a row that has seen nothing yet
@@ -220,7 +220,7 @@ def fold(acc, total, peak, s, factor, v, keys, columns, threshold, HAS_DROPOUT: 
 def sink(peak, sinks_ptr, h):
     """Return what the sink of head h, a key without a value, adds to the softmax's sum of rows with visible keys.
 
-    It is +inf if it exceeds the peak by more than 128: all other weights are then 0, as they should be.
+    It is +inf if the sink exceeds the peak by 128 or more, in units of log2: all other weights are then 0.
     """
     return tl.exp2(tl.load(sinks_ptr + h).to(tl.float32) * LOG2E - peak)
 
@@ -246,7 +246,7 @@ def exponentials(s, lse, logarithm, MASK: tl.constexpr):
 
 @triton.jit
 def row_delta(out, dout, added_ptr, rows, last_query, HAS_ADDED: tl.constexpr):
-    """Return delta = rowsum(out * dout) of a tile of rows, plus `added`, the part of returned weights."""
+    """Return delta = rowsum(out * dout) of a tile of rows, plus `added` = rowsum(weights * dweights)."""
     delta = tl.sum(out.to(tl.float32) * dout.to(tl.float32), 1)
     if HAS_ADDED:
         delta += tl.load(added_ptr + rows, mask=rows < last_query, other=0.0)
@@ -262,9 +262,9 @@ def weight_gradient(dweights_ptr, stride_dweights_t, rows, columns, T, last_key)
 
 @triton.jit
 def seen_range(at, first, last, shift, left, right, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr):
-    """Return (low, high) for each position in `at`: it sees [low, high) of the positions first..last.
+    """Return (low, high) for each position in `at`: it sees the positions [low, high) of [first, last).
 
-    One comparison a score then decides each side. For transposed scores the window is (-shift, right, left).
+    Each side then takes one comparison a score. For transposed scores the arguments are -shift, right and left.
     """
     low, high = at * 0 + first, at * 0 + last
     if HAS_LEFT:
@@ -293,17 +293,18 @@ def score_gradient(
     Args:
         at, low, high, HAS_LOW, HAS_HIGH: as `within` takes them.
         masked: whether the tile needs a mask at all.
-        STRAIGHT: masks before the exponential and no branch, which spilled up to 40 bytes in fp32 on plain cores.
-        SPREAD: whether dp takes the branch, too: for tiles of fewer rows than 16 a warp, as below.
+        STRAIGHT: masks before the exponential, without a branch, which spilled up to 40 bytes in fp32 on plain cores.
+        SPREAD: whether dp passes through the branch, too: for tiles of fewer than 16 rows a warp, see below.
 
-    Weights are hidden after the exponential, so that scale and log-sum-exp are one multiply-add, and under a branch:
-    dQ's loop at head size 64 had 1,816 instructions of warps for 4,096 scores, a third of them masks; it has 1,068 on
-    whole tiles (sm_90, compiled). Where a product feeds another one directly, Triton lays all warps along the rows of
-    its result, and 8 of them compute 64 rows twice; what comes out of the branch it lays out as any other product.
+    Weights are hidden after the exponential, so that scale and log-sum-exp are one multiply-add, and in a branch that
+    whole tiles skip. That took dQ's loop at head size 64 from 1,816 warp instructions for 4,096 scores, a third of them
+    masks, to 1,068 on whole tiles (128 x 128, 8 warps, sm_90, compiled). If a product feeds another one directly,
+    Triton lays all warps along the rows of its result, and 8 of them compute 64 rows twice. The result of a branch has
+    the layout of any other product.
     """
     s = scores(dots, scale, softcap, HAS_SOFTCAP)
     if MASK != 0 and SPREAD:
-        if masked:  # always: for Triton's layout alone
+        if masked:  # always true: only for Triton's layout
             seen = within(at, low, high, HAS_LOW, HAS_HIGH)
             dp = tl.where(seen, dp, 0.0)
             s = hide(
@@ -324,7 +325,7 @@ def score_gradient(
                 seen = seen & real_columns(columns, 0, last_key, key_mask_ptr, True)
             p = tl.where(seen, p, 0.0)
             if SPREAD:
-                dp = tl.where(seen, dp, 0.0)  # for Triton's layout alone
+                dp = tl.where(seen, dp, 0.0)  # only for Triton's layout
     dropped_p = p
     if HAS_DROPOUT:
         stays = keep(keys, columns, threshold)

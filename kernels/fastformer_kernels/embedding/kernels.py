@@ -86,12 +86,12 @@ def embedding_backward_kernel(
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):
-    """Add up the gradients of one word's tokens, from one place in the order of words to the end of the word or piece.
+    """Add up the gradients of one id's tokens, from an index of the sorted tokens to the end of the id or the piece.
 
-    A piece is PIECE places of that order, so that a frequent word takes no program long. The program of a place works
-    if the word or a piece begins there. Words that end in the piece in which they begin are written to dweight. Of
-    other words, piece p writes row 2 p of the partial sums for the word that began before it, and row 2 p + 1 for the
-    word that begins in it.
+    A piece is PIECE sorted tokens, so that no program takes long for a frequent id. The program of an index works if
+    the id or a piece begins there. The sum of an id that ends in the piece in which it begins is written to dweight.
+    For other ids, piece p writes row 2 p of the partial sums for the id that began before it, and row 2 p + 1 for the
+    id that begins in it.
     """
     first = tl.program_id(0)
     word = tl.load(words_ptr + first)
@@ -125,7 +125,7 @@ def embedding_backward_kernel(
 def embedding_join_kernel(
     words_ptr, ends_ptr, partials_ptr, dweight_ptr, N, V, PIECE: tl.constexpr, BLOCK_N: tl.constexpr
 ):
-    """Add up the partial sums of the word that begins in a piece and goes on in the next, if there is one."""
+    """Add up the partial sums of the id that begins in a piece and goes on in the next, if there is one."""
     piece = tl.program_id(0)
     first, last = piece * PIECE, (piece + 1) * PIECE - 1
     word, word_end = tl.load(words_ptr + last), tl.load(ends_ptr + last)

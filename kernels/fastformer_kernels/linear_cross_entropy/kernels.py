@@ -57,7 +57,7 @@ def _config(V: int) -> dict[str, int]:
 
 @triton.jit
 def _load_logits(row_ptr, bias_ptr, columns, counts, V, stride, HAS_BIAS: tl.constexpr):
-    # Up to the padded length: a mask that ends at V would end within a vector.
+    # Loads up to the padded length, because a mask that ends at V could end inside a vector.
     z = tl.load(row_ptr + columns, mask=columns < tl.where(counts, stride, 0), other=0.0).to(tl.float32)
     if HAS_BIAS:
         z += tl.load(bias_ptr + columns, mask=columns < stride, other=0.0).to(tl.float32)
@@ -87,12 +87,12 @@ def _statistics(
     """Read a row once.
 
     Returns:
-        The largest logit; sum of exp(z - largest) of all classes but the label; exp(z - largest) of the label; mean of
-        largest - z if SMOOTH. If the row is ignored: inf, 1, 0 and anything.
+        The largest logit; the sum of exp(z - largest) over all classes but the label; exp(z - largest) of the label;
+        the mean of largest - z if SMOOTH. For an ignored row: inf, 1, 0 and an undefined value.
     """
-    # Any number of the row's size, so that differences to it lose no digit.
+    # A number of about the row's size, so that differences from it lose no digits.
     pivot = tl.where(tl.abs(z_label) < float("inf"), z_label, 0.0)
-    # One running maximum for neighbours that a thread loads together: their reduction stays within the thread.
+    # One running maximum for the logits that a thread loads together: their reduction stays within the thread.
     LANES: tl.constexpr = BLOCK // _TOGETHER
     top = tl.full((LANES,), LOWEST, tl.float32)
     exps = tl.zeros((LANES,), tl.float32)
@@ -107,7 +107,7 @@ def _statistics(
         new_top = tl.maximum(top, tl.max(z, 1))
         exps = exps * _shrink(top - new_top) + tl.sum(tl.exp2((z - new_top[:, None]) * LOG2E), 1)
         top = new_top
-    largest = tl.maximum(tl.max(top, 0), z_label)  # which is NaN where it is none: then the first
+    largest = tl.maximum(tl.max(top, 0), z_label)  # if z_label is NaN (no such class), the other
     others = tl.where(counts, tl.sum(exps * _shrink(top - largest), 0), 1.0)
     of_label = tl.where(counts, tl.exp2((z_label - largest) * LOG2E), 0.0)
     mean = (largest - pivot) - tl.sum(sums, 0) / V
@@ -116,8 +116,8 @@ def _statistics(
 
 @triton.jit
 def _loss(largest, others, of_label, mean, z_label, smoothing, SMOOTH: tl.constexpr):
-    # No term is negative, so that none cancels another; none is rounded at the size of the logits, nor at 1 where the
-    # label has the largest of them.
+    # No term is negative, so none cancels another. None is rounded at the size of the logits, nor at 1 if the label has
+    # the largest logit.
     loss = _log1p(others + (of_label - 1.0)) + (1.0 - smoothing) * (largest - z_label)
     if SMOOTH:
         loss += smoothing * mean

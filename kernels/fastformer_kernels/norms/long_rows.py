@@ -21,11 +21,11 @@ def long_norm_forward_kernel(
     BLOCK_N: tl.constexpr,
     STAGES: tl.constexpr,
 ):
-    """Normalise one long row: a pass for the statistics, a pass for y. Without a mean it is RMS norm.
+    """Normalise one long row: a pass for the statistics, a pass for y. RMS norm if mean_ptr is None.
 
-    Of layer norm, every column of the tile keeps the mean and the squared deviations of what it has met (Welford 1962);
-    at the end those of the columns are combined (Chan et al. 1979). From all numbers the mean of the first tile is
-    subtracted, or each mean would be rounded at their size.
+    For layer norm, each column of the tile keeps the mean and the sum of squared deviations of its numbers (Welford
+    1962); at the end those of all columns are combined (Chan et al. 1979). The mean of the first tile is subtracted
+    from all numbers, because otherwise each mean would be rounded at their size.
     """
     row = tl.program_id(0).to(tl.int64)
     lanes = tl.arange(0, BLOCK_N)[None, :]

@@ -23,7 +23,8 @@ def load_tile(ptr, starts, stride, cols, mask, ALIGN: tl.constexpr):
 def load_row(ptr, cols, N, BLOCK_M: tl.constexpr):
     """Load elements `cols` `[1, BLOCK_N]` of a vector, repeated to `[BLOCK_M, BLOCK_N]` fp32.
 
-    Repeated in the addresses: a tile of one row has a layout of its own, and the compiler computed the rows in both.
+    The addresses are repeated, not the values: a tile of one row has another layout, and the compiler computed the rows
+    in both layouts.
     """
     cols = tl.broadcast_to(cols, (BLOCK_M, cols.shape[1]))
     return tl.load(ptr + cols, cols < N, other=0.0).to(tl.float32)
@@ -37,10 +38,10 @@ def two_sums(a, b):
 
 @triton.jit
 def standardise(x, cols, eps, N: tl.constexpr):
-    """Return (x - mean) / sqrt(var + eps) of whole rows in fp32, 0 outside, the statistics of `store_mean` and rstd.
+    """Return x̂ = (x - mean) / sqrt(var + eps) of whole rows in fp32, 0 outside, then mean, rest and rstd.
 
-    The mean is rounded at the size of x, and would add that rounding to every deviation of a row of nearly equal
-    numbers. So the mean of the deviations, the rest, is subtracted too.
+    The mean is rounded at the size of x, an error in every deviation of a row of nearly equal numbers. So the mean of
+    the deviations, the rest, is subtracted too.
     """
     mean = tl.sum(x, 1) / N
     deviation = tl.where(cols < N, x - mean[:, None], 0.0)
@@ -83,7 +84,7 @@ def scale_and_shift(normal, weight_ptr, bias_ptr, cols, N, BLOCK_M: tl.constexpr
 
 @triton.jit
 def load_standardised(x_ptr, mean_ptr, rstd_ptr, rows, starts, stride, cols, mask, M, ALIGN: tl.constexpr):
-    """Load a tile of x and the statistics of its rows; return x̂ = (x - mean) rstd, or x rstd without one, and rstd."""
+    """Load a tile of x and the statistics of its rows; return x̂ = (x - mean) rstd, without a mean x rstd; and rstd."""
     x = load_tile(x_ptr, starts, stride, cols, mask, ALIGN)
     if mean_ptr is not None:
         x = subtract_mean(x, mean_ptr, rows, M)

@@ -25,7 +25,7 @@ from fastformer_kernels.random import keep_tile
 
 @triton.jit
 def dropped(x, seed_ptr, rows, first_column, threshold, scale):
-    """Apply dropout to a tile x of fp32 numbers; none where there is no seed."""
+    """Apply dropout to a tile x of fp32 numbers; none if the seed is None."""
     if seed_ptr is not None:
         keep = keep_tile(tl.load(seed_ptr), rows, first_column, 0, threshold, x.shape[0], x.shape[1])
         x = tl.where(keep, x * scale, 0.0)
@@ -54,7 +54,7 @@ def norm_forward_kernel(
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):
-    """Normalise BLOCK_M rows of s = residual + dropout(x), or of x: by layer norm, or without a mean by RMS norm."""
+    """Normalise BLOCK_M rows of s = residual + dropout(x), or of x: by layer norm, by RMS norm if mean_ptr is None."""
     rows = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
     starts = rows.to(tl.int64)[:, None]
     cols = tl.arange(0, BLOCK_N)[None, :]
@@ -104,8 +104,8 @@ def norm_backward_kernel(
 ):
     """Write dresidual, dx, and this program's share of dw and db (each may be None), tile by tile of BLOCK_M rows.
 
-    Of layer norm, or without a mean of RMS norm. Without a residual, dresidual is the gradient of x. A tile holds whole
-    rows, or the columns of program 1 of long ones, whose means are then given.
+    Of layer norm; of RMS norm if mean_ptr is None. Without a residual, dresidual is the gradient of x. A tile holds
+    whole rows. Of long rows, it holds the columns that program_id(1) selects, and means_ptr has their means.
     """
     cols = tl.arange(0, BLOCK_N)[None, :]
     if N > BLOCK_N:
@@ -192,7 +192,7 @@ def dropout_add_backward_kernel(
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):
-    """Write dresidual = dnorm + ds (at least one is given) and dx, dropout's way back; each may be None."""
+    """Write dresidual = dnorm + ds (at least one is given) and dx = dropout'(dresidual); each may be None."""
     rows = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
     starts = rows.to(tl.int64)[:, None]
     first_column = tl.program_id(1) * BLOCK_N

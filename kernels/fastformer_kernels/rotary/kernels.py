@@ -39,7 +39,7 @@ def rotary_kernel(
     BLOCK_H: tl.constexpr,
     BLOCK_R: tl.constexpr,
 ):
-    """Turn the first R numbers of BLOCK_H heads of BLOCK_M tokens, and copy the others; BLOCK_H divides H."""
+    """Rotate the first R numbers of BLOCK_H heads of BLOCK_M tokens, and copy the others; BLOCK_H divides H."""
     PAIRS: tl.constexpr = R // 2
     tokens = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
     heads = tl.program_id(1) * BLOCK_H + tl.arange(0, BLOCK_H)

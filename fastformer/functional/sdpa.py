@@ -83,7 +83,7 @@ class CallsSdpa(TorchFunctionMode):
 
 
 def _visible(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, grouped: bool) -> _Visible | None:
-    """Return what the mask of a call shows if the call can skip the rest, and is faster so, else None."""
+    """Return the visible part of a call's mask; None if the call cannot skip the rest, or is not faster so."""
     inputs = query, key, value, mask
     if needs_dispatcher() or function_modes() or any(type(x) not in (Tensor, torch.nn.Parameter) for x in inputs):
         return None
@@ -108,7 +108,7 @@ def _uses_kernels(query: Tensor) -> bool:
 
 
 def _read(mask: Tensor, B: int, T: int, S: int) -> _Visible | None:
-    """Return what a mask shows, from the cache if it is there; None for masks that `sdpa` does not read."""
+    """Return the visible part of a mask, cached if possible; None for masks that `sdpa` does not read."""
     if mask.dim() == 2:
         mask = mask[None]
     elif mask.dim() == 4 and mask.shape[0] in (1, B) and (mask.shape[1] == 1 or mask.stride(1) == 0):
@@ -133,7 +133,7 @@ def _read(mask: Tensor, B: int, T: int, S: int) -> _Visible | None:
 
 @torch.no_grad()
 def _find(mask: Tensor, B: int, T: int) -> _Visible | None:
-    """Return what a mask `[1 or B, 1 or T, S]` shows, or None if it hides anything but padding and later keys."""
+    """Return the visible part of a mask `[1 or B, 1 or T, S]`; None if it hides more than padding and later keys."""
     shown = mask
     if mask.dtype != torch.bool:
         shown = mask == 0

@@ -1,10 +1,10 @@
 """From an op to its kernels: launchers registered as torch ops, and helpers of the autograd Functions around them.
 
-Ops are defined by hand in a Library, which costs a fifth of `custom_op` a call (docs/kernels/shared.md); a call that no
-mode, transform, trace or profiler observes runs the launcher directly. Triton is imported by the first call of an op.
+Ops are defined in a Library, where a call takes a fifth of the time of a `custom_op` (docs/kernels/shared.md). A call
+that no mode, transform, trace or profiler observes runs the launcher directly. The first call of an op imports Triton.
 
-Kernels have a first derivative only. Where a gradient is itself to be differentiated (`create_graph=True`,
-`torch.func`), backward differentiates the op's plain formula instead, an input of the Function.
+Kernels have a first derivative only. If a gradient is to be differentiated itself (`create_graph=True`, `torch.func`),
+backward differentiates the op's formula in plain PyTorch instead, which is an input of the Function.
 """
 
 import importlib

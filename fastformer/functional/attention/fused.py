@@ -255,7 +255,7 @@ def attention(
 def packed_attention(
     q: Tensor, k: Tensor, v: Tensor, layout: Layout, key_layout: Layout, rules: AttentionRules, formula: Formula | None
 ) -> Tensor:
-    """Run `functional.packed_attention` with the kernels; rules and formula as of `attention`."""
+    """Run `functional.packed_attention` with the kernels; rules and formula as in `attention`."""
     bounds = _bounds_of(q, layout, key_layout, rules.alignment == "bottom_right")
     sizes = layout.max_length, key_layout.max_length, 0
     return _apply(q, k, v, rules, bounds, None, None, sizes, False, formula)[0]

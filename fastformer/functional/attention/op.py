@@ -92,7 +92,9 @@ def attention_with_weights(
 ) -> tuple[Tensor, Tensor]:
     """Compute `attention`, and return also the weights `[B, H, T, S]` that it applied, after dropout as in torch.
 
-    The weights cost memory; a query that may attend to nothing has weights 0. options: those of `attention`.
+    The weights take memory for B * H * T * S numbers. A query that may attend to nothing has weights 0.
+
+    options: those of `attention`.
     """
     rules = AttentionRules(mask, **options)
     rules = check_attention(q, k, v, rules)

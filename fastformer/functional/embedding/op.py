@@ -46,8 +46,8 @@ def embedding(
         dropout_p: dropout of the sum; applied whenever it is not 0.
 
     Returns:
-        `[..., D]`, of the dtype to which those of weight and table promote. An id or a position that is no row raises
-        IndexError on the CPU; on a GPU it is not checked, which would wait for the device: the fused kernel gives NaN.
+        `[..., D]`, of the dtype to which those of weight and table promote. An id or a position out of range raises
+        IndexError on the CPU. On a GPU a check would wait for the device: the fused kernel gives NaN.
     """
     check_tensors(("ids", "weight", "table", "positions"), ids, (weight,), (table, positions))
     _check(ids, weight, table, positions)
@@ -66,7 +66,7 @@ def embedding(
 
 
 def _check_indices(name: str, indices: Tensor, matrix_name: str, matrix: Tensor) -> None:
-    """Raise unless indices are rows of a matrix; values are checked on the CPU only, where that waits for no device."""
+    """Raise unless indices are rows of a matrix; values are checked on the CPU only, where no check waits."""
     if indices.dtype != torch.int64:
         raise TypeError(f"{name} must be int64, not {indices.dtype}")
     if matrix.dim() != 2:

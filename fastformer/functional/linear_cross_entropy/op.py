@@ -43,7 +43,7 @@ def linear_cross_entropy(
 
     Raises:
         ValueError, TypeError: an argument does not fit.
-        IndexError: a target on the CPU is no class.
+        IndexError: a target on the CPU is neither a class nor ignore_index.
     """
     check_tensors(("x", "weight", "target", "bias"), x, (weight, target), (bias,))
     if reduction not in REDUCTIONS:
@@ -164,7 +164,7 @@ class LinearCrossEntropyRows(torch.autograd.Function):
 def _fused(tensors: tuple[Tensor | None, ...], settings: tuple[Tensor, int, float], rows: bool) -> Tensor:
     """Run the op with its kernels; return the loss of each row, fp32 `[M]`, or their sum.
 
-    Ignored rows cost their share of the matrix products, because skipping them needs their number on the host.
+    Ignored rows take part in the matrix products, because the host would wait for their number to skip them.
     """
     formula = eager_formula(lambda x, weight, bias: reference.plain_loss(x, weight, bias, *settings), settings[0])
     tensors = to_autocast(*tensors)

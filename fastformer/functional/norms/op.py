@@ -105,7 +105,7 @@ def dropout_add_rms_norm(
     dropout_p: float = 0.0,
     dtype: torch.dtype | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Compute s = residual + dropout(x) and its RMS norm; arguments as of `dropout_add_layer_norm` and `rms_norm`."""
+    """Compute s = residual + dropout(x) and its RMS norm; arguments as in `dropout_add_layer_norm` and `rms_norm`."""
     if type(residual) is not Tensor:
         check_types(("residual",), residual)
     return _norm(False, eps, x, residual, normalized_shape, weight, None, dropout_p, dtype)

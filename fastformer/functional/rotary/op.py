@@ -35,8 +35,8 @@ def rotary(x: Tensor, positions: Tensor, cos: Tensor, sin: Tensor, *, interleave
             i + R / 2, as in Llama.
 
     Returns:
-        Of the shape and dtype of x, contiguous. A position that is no row of cos raises ValueError on the CPU; on a GPU
-        it is not checked, which would wait for the device: the fused kernel gives NaN.
+        Of the shape and dtype of x, contiguous. A position outside the tables raises ValueError on the CPU. On a GPU a
+        check would wait for the device: the fused kernel gives NaN.
     """
     check_tensors(("x", "positions", "cos", "sin"), x, (positions, cos, sin))
     _check(x, positions, cos, sin)
@@ -72,7 +72,7 @@ def _check(x: Tensor, positions: Tensor, cos: Tensor, sin: Tensor) -> None:
 
 
 def _check_positions(positions: Tensor, tokens: torch.Size, P: int) -> None:
-    """Raise unless positions fit the tokens; values are checked on the CPU only, where that waits for no device."""
+    """Raise unless positions fit the tokens; values are checked on the CPU only, where no check waits."""
     if positions.dtype != torch.int64:
         raise TypeError(f"positions must be int64, not {positions.dtype}")
     sizes = zip(reversed(positions.shape), reversed(tokens), strict=False)

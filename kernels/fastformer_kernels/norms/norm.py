@@ -60,7 +60,7 @@ def layer_norm(
 
 
 def rms_norm(x: Tensor, weight: Tensor | None, eps: float, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Return y in `dtype`, and the rows' 1 / sqrt(mean(x^2) + eps), fp32 `[M]`; arguments as of `layer_norm`."""
+    """Return y in `dtype`, and the rows' 1 / sqrt(mean(x^2) + eps), fp32 `[M]`; arguments as in `layer_norm`."""
     y, _, _, rstd = dropout_add_norm(x, None, weight, None, None, eps, 0.0, False, dtype)
     return y, rstd
 
@@ -81,7 +81,7 @@ def dropout_add_norm(
     Args:
         x, residual: `[M, N]`; s has the dtype to which both promote. Without a residual s is x, and None is returned
             for s and for the mean of RMS norm.
-        weight, bias, eps, dtype: as of `layer_norm`.
+        weight, bias, eps, dtype: as in `layer_norm`.
         seed: of dropout, int64 `[1]`; None: no dropout.
         dropout_p: the probability to drop.
         centred: the norm is layer norm; else RMS norm, which has no bias.

@@ -4,12 +4,13 @@ The launchers run on meta tensors, with the facts of the GPU in `launch.assumed`
 architecture. Triton's hook before a compilation records and stops it. Each distinct compilation then goes to one of a
 few processes, where Triton compiles it for that architecture; `reader.py` reads the result.
 
-A compilation's **fingerprint** is the key of Triton's own cache on disk (the text of the kernel and of all that it
+A compilation's **fingerprint** is the key of Triton's own cache on disk (the code of the kernel and of all that it
 calls, its constants and specialisation, options, settings in the environment, ptxas's version), with Triton's version
-and without line numbers, and the code that reads the result. Equal fingerprints, equal resources: `codegen` compiles
-only what has no record.
+and without line numbers, comments and docstrings, and the code that reads the result. Equal fingerprints, equal
+resources: `codegen` compiles only what has no record.
 """
 
+import ast
 import hashlib
 import importlib
 import json
@@ -185,15 +186,26 @@ def _functions() -> list[Any]:
     return [value for value in of_modules if issubclass(type(value), JITCallable)]  # without asking what a proxy is
 
 
+def _code(text: str) -> str:
+    """Return a function's text without comments and docstring, which change nothing in the compiled code."""
+    tree = ast.parse(text)
+    function = tree.body[0]
+    assert isinstance(function, ast.FunctionDef)
+    if ast.get_docstring(function) is not None:
+        function.body = function.body[1:] or [ast.Pass()]
+    return ast.unparse(tree)
+
+
 @cache
-def _text_key(module: str, function: str) -> str:
-    """Return Triton's key of a function's text and of all that it calls; for a process that compiles nothing.
+def _code_key(module: str, function: str) -> str:
+    """Return Triton's key of a function's code and of all that it calls; for a process that compiles nothing.
 
     Line numbers are removed. Hashes and constants of modules that Triton has cached are, too: else the key of a caller
     would depend on which keys were computed before.
     """
     for each in _functions():
-        each.starting_line_number, each.hash, each.used_global_vals = 0, None, {}
+        each._unsafe_update_src(_code(each.src))
+        each.starting_line_number, each.used_global_vals = 0, {}
     return _function(module, function).cache_key
 
 
@@ -204,7 +216,7 @@ def fingerprint(job: Job) -> str:
     from triton.compiler import make_backend
 
     source, target = source_of(job)
-    source.fn.hash = _text_key(job.module, job.function)
+    source.fn.hash = _code_key(job.module, job.function)
     backend = make_backend(target)
     options = backend.parse_options(dict(job.options))
     settings = sorted(get_cache_invalidating_env_vars().items())

@@ -74,7 +74,7 @@ ROWS: dict[str, list[tuple[str, str, str]]] = {
         ("torch.equal(shown, pairs.tril())", "torch.equal(shown.tril(), pairs.tril())", SDPA),
         ("(mask.shape[1] == 1 or mask.stride(1) == 0)", "True", SDPA),
         ('bool((shown | (mask == float("-inf"))).all())', "True", SDPA),
-        ("not (views[view][1] is None or torch.equal(views[view][1], shown))", "False", READ_ONCE),
+        ("not (last[2] is None or torch.equal(last[2], shown))", "False", READ_ONCE),
         ("if mask.is_inference():", "if False:", READ_ONCE),
         ("out.masked_fill(~visible.queries[:, None, :, None], 0.0)", "out",
          "functional/test_sdpa.py::test_the_call_of_a_gpu_gives_the_same"),

@@ -31,8 +31,9 @@ class _Visible(NamedTuple):
     keys: Tensor | None  # bool [B, S], likewise
 
 
-# For a mask, or the tensor that it is a view of: its version, and the visible parts of its views, by shape, strides and
-# offset. On a CPU a copy of each view is stored too, because numpy can change a mask without a new version.
+# For a mask, or the tensor that it is a view of: its version with the sizes of the last call, and its visible part.
+# On a CPU a copy of the mask is stored too, because numpy can change a mask without a new version. Only the last view
+# is stored: slices of a buffer for sequences of many lengths would take memory without end.
 _remembered: MutableMapping[Tensor, Any] = WeakTensorKeyDictionary()
 
 
@@ -49,9 +50,9 @@ def sdpa(
     """Compute `F.scaled_dot_product_attention` without the keys and queries that a mask hides.
 
     Reads masks of padding and causality: `[B, 1, 1, S]`, `[B, 1, T, S]` or `[T, S]`, bool or of 0 and -inf, with
-    padding on the left or right. A mask is read once: layers that get the same mask, or views of one, share the result
-    until it is changed in place. In inference mode, whose tensors count no changes, each call reads its mask. Every
-    other call goes to SDPA unchanged: other masks, `torch.compile`, and on a CPU fewer than 128 tokens, or little
+    padding on the left or right. A mask is read once: layers that get the same mask, or the same view of one, share the
+    result until it is changed in place. In inference mode, whose tensors count no changes, each call reads its mask.
+    Every other call goes to SDPA unchanged: other masks, `torch.compile`, and on a CPU fewer than 128 tokens, or little
     padding.
 
     Args:
@@ -120,14 +121,12 @@ def _read(mask: Tensor, B: int, T: int, S: int) -> _Visible | None:
     if mask.is_inference():
         return _find(mask, B, T)
     base = mask if mask._base is None else mask._base
-    version, views = _remembered.get(base, (None, {}))
-    if version != base._version:
-        _remembered[base] = base._version, (views := {})
-    view = B, T, mask.shape, mask.stride(), mask.storage_offset()
+    call = base._version, B, T, mask.shape, mask.stride(), mask.storage_offset()
     shown = mask[:1] if mask.stride(0) == 0 else mask
-    if view not in views or not (views[view][1] is None or torch.equal(views[view][1], shown)):
-        views[view] = _find(mask, B, T), shown.clone() if mask.is_cpu else None
-    visible: _Visible | None = views[view][0]
+    last = _remembered.get(base)
+    if last is None or last[0] != call or not (last[2] is None or torch.equal(last[2], shown)):
+        last = _remembered[base] = call, _find(mask, B, T), shown.clone() if mask.is_cpu else None
+    visible: _Visible | None = last[1]
     return visible
 
 

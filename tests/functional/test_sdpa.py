@@ -124,6 +124,14 @@ def test_a_mask_is_read_once_until_it_changes(monkeypatch):
             assert_close(out, F.scaled_dot_product_attention(*qkv, copy[:, None, None]))
 
 
+def test_one_view_of_a_mask_is_stored():
+    buffer = torch.ones(2 * S, 2 * S, dtype=torch.bool).tril()  # of a model that slices it for each length
+    for length in range(S, 2 * S, 20):
+        fastformer.sdpa(*inputs(length=length), buffer[:length, :length])
+    stored = pickle.dumps(module._remembered[buffer])  # the bytes of a copy, and little more
+    assert len(stored) < 2 * buffer.numel(), f"{len(stored)} bytes"
+
+
 def test_other_calls_are_passed_on(calls):
     short = RIGHT[:, :9, None, None].transpose(1, 3)
     qkv = inputs(length=9)

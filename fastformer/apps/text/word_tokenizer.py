@@ -18,9 +18,13 @@ from .tokenizer import UNK, SpecialIds, Tokenizer
 Splitting = Literal["punctuation", "whitespace"]
 SPLITTINGS: tuple[Splitting, ...] = get_args(Splitting)
 
+# Combining marks, such as the vowel signs of Hindi, and the joiners inside Persian words, none of which `\w` contains.
+# Marks beyond U+FFFF are left out, because with them `re` searches a list, which takes ten times as long.
+_MARKS = "".join(c for c in map(chr, range(0x10000)) if unicodedata.category(c).startswith("M")) + "\u200c\u200d"
+_LETTERS = rf"\w+(?:[{_MARKS}]\w*)*"
 # A number with separators, an elided word with its apostrophe (l', don', man'), a word with inner hyphens, or one sign.
-_WORD = re.compile(r"\d+(?:[.,:]\d+)+|\w+['’](?=\w)|\w+(?:-\w+)*|[^\w\s]")
-_NO_SPACE_BEFORE = frozenset(".,!?;:)]}%…”»’")
+_WORD = re.compile(rf"\d+(?:[.,:]\d+)+|{_LETTERS}['’](?=\w)|{_LETTERS}(?:-{_LETTERS})*|[^\w\s][{_MARKS}]*")
+_NO_SPACE_BEFORE = frozenset(".,!?;:)]}%…”»’।॥،؛؟")
 _NO_SPACE_AFTER = frozenset("([{“„«¿¡$£")
 
 

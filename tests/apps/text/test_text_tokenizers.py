@@ -199,6 +199,10 @@ def test_word_counts_decide_the_table():
         "L'homme d’affaires aujourd'hui porte un T-Shirt blanc-cassé.",
         'Zwei junge weiße Männer sind "im Freien" in der Nähe vieler Büsche.',
         "Was ist das? Ein Ball!",
+        "मैं हिन्दी बोलता हूँ।",
+        "اَلْعَرَبِيَّةُ لُغَةٌ، می\u200cخواهم؟",
+        "שָׁלוֹם עוֹלָם",
+        "Ọjọ́ ń lọ ❤\ufe0f",
     ],
 )
 def test_detokenised_text_is_the_text(text):

@@ -25,7 +25,8 @@ _LETTERS = rf"\w+(?:[{_MARKS}]\w*)*"
 # A number with separators, an elided word with its apostrophe (l', don', man'), a word with inner hyphens, or one sign.
 _WORD = re.compile(rf"\d+(?:[.,:]\d+)+|{_LETTERS}['’](?=\w)|{_LETTERS}(?:-{_LETTERS})*|[^\w\s][{_MARKS}]*")
 _NO_SPACE_BEFORE = frozenset(".,!?;:)]}%…”»’।॥،؛؟")
-_NO_SPACE_AFTER = frozenset("([{“„«¿¡$£")
+_NO_SPACE_AFTER = frozenset('([{“„«¿¡$£"')
+_CLOSING = {'"': '"', "„": "“"}  # opening quotation marks whose closing mark may also open a quotation
 
 
 def split_words(text: str, splitting: Splitting = "punctuation") -> list[str]:
@@ -43,13 +44,13 @@ def join_words(words: Sequence[str]) -> str:
     >>> join_words(["L'", "homme", "(", "45", "ans", ")", "dort", "."])
     "L'homme (45 ans) dort."
     """
-    text, glue, quoted = "", True, False
+    text, glue, quote = "", True, ""
     for word in words:
-        closing = word == '"' and quoted
+        closing = _CLOSING.get(quote) == word
         text += word if glue or closing or word in _NO_SPACE_BEFORE else f" {word}"
-        if word == '"':
-            quoted = not quoted
-        glue = word in _NO_SPACE_AFTER or (word == '"' and quoted) or (len(word) > 1 and word[-1] in "'’")
+        if closing or word in _CLOSING:
+            quote = "" if closing else word
+        glue = not closing and (word in _NO_SPACE_AFTER or (len(word) > 1 and word[-1] in "'’"))
     return text
 
 

@@ -199,6 +199,7 @@ def test_word_counts_decide_the_table():
         "L'homme d’affaires aujourd'hui porte un T-Shirt blanc-cassé.",
         'Zwei junge weiße Männer sind "im Freien" in der Nähe vieler Büsche.',
         "Was ist das? Ein Ball!",
+        "Sie sagt: „Ja“, er „nein“, and I “no”.",
         "मैं हिन्दी बोलता हूँ।",
         "اَلْعَرَبِيَّةُ لُغَةٌ، می\u200cخواهم؟",
         "שָׁלוֹם עוֹלָם",

@@ -106,6 +106,7 @@ def test_labels_are_sorted_and_attention_rows_sum_to_one(runs):
         ({"text": "w" * 5001}, 413, "5,001 characters; at most 5,000"),
         (b'{"text": "\\ud800"}', 400, "text"),
         (b"{", 400, "not JSON"),
+        (b"[" * 60_000, 400, "not JSON"),  # deeper than Python reads
         (b"[]", 400, "must be a JSON object"),
         (b" " * 80_000, 413, "larger than 70,000 bytes"),
     ],

@@ -147,7 +147,7 @@ async def _body(request: Request) -> dict[str, Any]:
             raise HTTPException(413, f"the request is larger than {_MOST_BYTES:,} bytes")
     try:
         body = json.loads(data)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ValueError(f"the request is not JSON: {error}") from None
     if not isinstance(body, dict):
         raise ValueError('the request must be a JSON object, such as {"text": "…"}')

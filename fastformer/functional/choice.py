@@ -91,6 +91,8 @@ def unsupported(op: str, x: Tensor) -> str | None:
         return f"{op} is not measured on this GPU, {target}; backend 'triton' runs the kernels"
     elif FAULT_OF_LAUNCHERS is not None:
         return f"{op} {FAULT_OF_LAUNCHERS}"
+    if x.is_nested or (type(x) is not Tensor and hasattr(x, "device_mesh")):
+        return f"{op} has no rule for nested tensors and DTensors"
     if functorch_level() is not None and in_vmap():
         return f"{op} has no rule for torch.func.vmap"
     if forward_ad._current_level >= 0:

@@ -144,6 +144,34 @@ def test_triton_raises_under_vmap(op, run, no_launch):
             mapped(*given)
 
 
+@pytest.fixture
+def mesh():
+    """A device mesh of this process alone."""
+    distributed = pytest.importorskip("torch.testing._internal.distributed.fake_pg")
+    torch.distributed.init_process_group("fake", store=distributed.FakeStore(), rank=0, world_size=1)
+    yield torch.distributed.init_device_mesh(DEVICE, (1,))
+    torch.distributed.destroy_process_group()
+
+
+@needs_kernels
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+@pytest.mark.parametrize("norm", [fastformer.LayerNorm, fastformer.RMSNorm])
+def test_kernels_leave_nested_tensors_and_dtensors_to_torch(norm, mesh, no_launch):
+    from torch.distributed.tensor import Shard, distribute_tensor
+    from torch.distributed.tensor.parallel import SequenceParallel, parallelize_module
+
+    parts = [torch.randn(length, N, device=DEVICE) for length in (2, 3)]
+    jagged, strided = (torch.nested.nested_tensor(parts, layout=form) for form in (torch.jagged, torch.strided))
+    parallel = parallelize_module(norm(N, device=DEVICE), mesh, SequenceParallel())
+    for module, x in (
+        (norm(N, device=DEVICE), jagged),
+        (norm(N, device=DEVICE), strided),
+        (parallel, distribute_tensor(torch.randn(1, 4, N, device=DEVICE), mesh, [Shard(1)])),
+    ):
+        with fastformer.backend("triton"), pytest.raises(BackendError, match="no rule for nested tensors and DTensors"):
+            module(x)
+
+
 @needs_kernels
 @OPS
 def test_triton_raises_under_forward_mode(op, run, no_launch):

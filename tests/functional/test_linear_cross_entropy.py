@@ -110,6 +110,25 @@ def test_a_loss_without_targets_is_torchs_with_gradient_zero():
     assert linear_cross_entropy(x[:0], weight, target[:0], reduction="none").shape == (0,)
 
 
+@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+def test_no_gradient_is_computed_without_gradients(mode, reduction, monkeypatch):
+    """In a validation, whose parameters require gradients as in training."""
+    x, weight, target = random(7, 3), random(5, 3), torch.randint(5, (7,))
+    chunk, wanted = chunked_cross_entropy._chunk_, []
+
+    def recorded(*arguments, **options):
+        wanted.append(options.get("wants_gradient", arguments[-1]))
+        return chunk(*arguments, **options)
+
+    monkeypatch.setattr(chunked_cross_entropy, "_chunk_", recorded)
+    with mode():
+        assert x.requires_grad
+        loss = linear_cross_entropy(x, weight, target, reduction=reduction)
+    assert_close(loss, F.cross_entropy(F.linear(x, weight), target, reduction=reduction))
+    assert wanted == [False]
+
+
 def confident_rows(smoothing: float) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Return inputs with losses from 12 down to 2e-35, and these losses in fp64.
 

@@ -250,9 +250,9 @@ def linear_cross_entropy(x: Tensor, weight: Tensor, bias: Tensor | None, *settin
     plain = in_torch_func() or forward_ad._current_level >= 0 or torch.overrides.has_torch_function(inputs)
     if plain or (rows and trained):
         losses = plain_loss(x, weight, bias, *settings)
-        return losses if rows else losses.sum()
-    if rows:
+    elif trained:
+        return ChunkedCrossEntropy.apply(x, weight, bias, *settings)  # type: ignore[no-any-return, no-untyped-call]
+    else:
         run: Any = _in_chunks_op if compiling() else _in_chunks
-        return run(x, weight, bias, *settings, [False] * 3)[0]  # type: ignore[no-any-return]
-    loss: Tensor = ChunkedCrossEntropy.apply(x, weight, bias, *settings)  # type: ignore[no-untyped-call]
-    return loss
+        losses = run(x, weight, bias, *settings, [False] * 3)[0]
+    return losses if rows else losses.sum()

@@ -126,6 +126,7 @@ def test_a_changed_weight_is_packed_anew() -> None:
     for change in (
         lambda new: linear.weight.copy_(new),
         lambda new: setattr(linear.weight, "data", new),
+        lambda new: linear.weight.data.copy_(new),
         lambda new: linear.load_state_dict({"weight": new}),
     ):
         linear(x), F.linear(x, linear.weight[2:])

@@ -14,6 +14,7 @@ from typing import Any, cast
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from fastformer.host.devices import autocasts
@@ -81,6 +82,7 @@ class PackedWeight(nn.Parameter):
     """A parameter `[D, K]` stored by columns, with a copy in oneDNN's blocks for products in inference."""
 
     state: tuple[int, int]
+    hook: RemovableHandle  # called when a gradient is added to `grad`
     copies: dict[object, Tensor]  # of values at `state`: the blocks at None, slices at (first row, last row)
 
     def linear(self, x: Tensor, bias: Tensor | None) -> Tensor:
@@ -105,16 +107,22 @@ class PackedWeight(nn.Parameter):
             return cast(Tensor, out[:M].view(*x.shape[:-1], D))
 
     def _may_read_copies(self, *tensors: Tensor | None) -> bool:
-        """Return whether no gradient is needed, and no mode observes single operations."""
+        """Return whether no gradient is needed or held, and no mode observes single operations."""
         learns = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in (self, *tensors))
-        return not learns and not needs_dispatcher() and bool(torch.backends.mkldnn.enabled)
+        return not learns and self.grad is None and not needs_dispatcher() and bool(torch.backends.mkldnn.enabled)
 
     def _current_copies(self) -> dict[object, Tensor]:
         """Return the copies of the parameter's present values; discard copies of earlier ones."""
         state = self.data_ptr(), self._version
         if self.__dict__.get("state") != state:
             self.state, self.copies = state, {}
+            if self.requires_grad and "hook" not in self.__dict__:
+                self.hook = self.register_post_accumulate_grad_hook(PackedWeight._discard_copies)  # type: ignore[no-untyped-call]
         return self.copies
+
+    def _discard_copies(self) -> None:
+        """Discard the copies, because values may change without a new version: by `.data`, or a fused optimiser."""
+        self.__dict__.pop("state", None)
 
     def _blocks(self) -> Tensor:
         """Return the copy in oneDNN's blocks."""
@@ -145,7 +153,7 @@ class PackedWeight(nn.Parameter):
             return _packed_linear(*args, **kwargs)
         self = args[0] if args else None
         if function == _GET_DATA and isinstance(self, PackedWeight):
-            self.__dict__.pop("state", None)  # changes of `.data`, as of many optimisers, do not change the version
+            self._discard_copies()
         if isinstance(self, PackedWeight) and len(args) == 2 and self._may_read_copies():
             if function is Tensor.__getitem__ and isinstance(args[1], slice) and args[1].step in (None, 1):
                 return self._rows(*args[1].indices(len(self))[:2])

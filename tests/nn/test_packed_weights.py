@@ -136,6 +136,29 @@ def test_a_changed_weight_is_packed_anew() -> None:
         assert_product(F.linear(x, linear.weight[2:]), x, new[2:])
 
 
+@needs_blocks
+@pytest.mark.usefixtures("packs_small_weights")
+def test_a_trained_weight_is_packed_anew() -> None:
+    """Fused optimisers change no version. Between backward and the step, a packed copy would soon be old."""
+    linear, x = nn.Linear(6, 6, bias=False), torch.randn(5, 6)
+    pack_weights(linear)
+    optimizer = torch.optim.SGD(linear.parameters(), lr=0.1, fused=True)
+
+    def check() -> None:
+        with torch.inference_mode():
+            assert_product(linear(x), x, linear.weight.detach().clone())
+
+    for _ in range(2):
+        loss = linear(x).square().sum()
+        check()
+        loss.backward()
+        check()
+        optimizer.step()
+        check()
+        optimizer.zero_grad()
+        check()
+
+
 @pytest.mark.usefixtures("packs_small_weights")
 def test_a_packed_model_is_copied_saved_moved_and_trained() -> None:
     model = nn.Sequential(fastformer.TransformerEncoderLayer(16, 2, 24, 0.0, batch_first=True)).eval()

@@ -202,8 +202,11 @@ class MultiheadAttention(Projections):
             return torch._native_multi_head_attention(
                 query, key, key, D, self.num_heads, *parameters, padding, weights, average, KEY_PADDING
             )
-        if weights:
-            return None
+        if weights:  # torch's class needs the mask, and gives NaN where padding and causality hide all keys
+            if causal and padding is not None:
+                return None
+            mask = causal_mask(query.shape[1], key.shape[1], query.device) if causal and mask is None else mask
+            return super().forward(query, key, key, padding, attn_mask=mask, average_attn_weights=average)
         if padding is not None and causal:
             padding = padding[:, None] | causal_mask(query.shape[1], key.shape[1], padding.device)
         q, k, v = (x.transpose(1, 2) for x in self.project(query, key, key))

@@ -73,10 +73,10 @@ def _attention_bias_gradient(
         k_head = k_ptr + offset(b, ALIGN, stride_k_b) + offset(k_base, ALIGN, stride_k_s)
         v_head = v_ptr + offset(b, ALIGN, stride_v_b) + offset(k_base, ALIGN, stride_v_s)
         row_base = offset(b, 1, stride_lse_b) + offset(h, 1, stride_lse_h) + q_base
-        its_key_mask = key_mask_ptr + offset(b, 1, stride_key_mask_b)
-        its_mask = mask_ptr + offset(b, 1, stride_mask_b)
-        its_bias = bias_of_head(bias_ptr, h, stride_bias_h, moved)
-        its_dweights = dweights_ptr + offset(b, 1, stride_dweights_b)
+        sequence_key_mask = key_mask_ptr + offset(b, 1, stride_key_mask_b)
+        sequence_mask = mask_ptr + offset(b, 1, stride_mask_b)
+        head_bias = bias_of_head(bias_ptr, h, stride_bias_h, moved)
+        sequence_dweights = dweights_ptr + offset(b, 1, stride_dweights_b)
         # The tiles with columns among the keys; none on a diagonal that the window hides.
         begin = tl.cdiv(tl.maximum(first_key - moved - distance - BLOCK_S + 1, 0), BLOCK_T)
         end = tl.cdiv(tl.minimum(last_query, tl.maximum(last_key - moved - distance, 0)), BLOCK_T)
@@ -89,7 +89,7 @@ def _attention_bias_gradient(
             columns = i * BLOCK_T + moved + distance + columns_of_tile
             wide_rows, wide_columns = rows.to(tl.int64)[:, None], columns.to(tl.int64)[:, None]
             real = (rows < last_query)[:, None]
-            real_keys = real_columns(columns, first_key, last_key, its_key_mask, HAS_KEY_MASK)[:, None]
+            real_keys = real_columns(columns, first_key, last_key, sequence_key_mask, HAS_KEY_MASK)[:, None]
             q = tl.load(q_head + wide_rows * stride_q_t * ALIGN + dims[None, :], mask=real & in_head, other=0.0)
             dout = tl.load(
                 dout_head + wide_rows * stride_dout_t * ALIGN + v_dims[None, :], mask=real & in_value, other=0.0
@@ -104,13 +104,13 @@ def _attention_bias_gradient(
             dp = tl.dot(dout, tl.trans(v), input_precision=PRECISION, out_dtype=tl.float32)
             known = tl.maximum(columns, 0)[None, :]  # no mask is read before key 0
             if HAS_DWEIGHTS:
-                dp += weight_gradient(its_dweights, stride_dweights_t, rows[:, None], known, T, last_key)
+                dp += weight_gradient(sequence_dweights, stride_dweights_t, rows[:, None], known, T, last_key)
             keys = row_keys(tl.load(seed_ptr), rows, b * H + h) if HAS_DROPOUT else rows
             low, high = seen_range(rows, first_key, last_key, moved, left, right, HAS_LEFT, HAS_RIGHT)
             _kept, ds = score_gradient(
                 dots, dp, lse[:, None], logarithm[:, None], delta[:, None], columns[None, :], low[:, None],
-                high[:, None], True, rows[:, None], known, keys[:, None], its_key_mask,
-                its_mask, stride_mask_t, stride_mask_s, its_bias,
+                high[:, None], True, rows[:, None], known, keys[:, None], sequence_key_mask,
+                sequence_mask, stride_mask_t, stride_mask_s, head_bias,
                 last_query, last_key, scale, softcap, threshold, keep_scale, True, True, False, False,
                 HAS_KEY_MASK, MASK, HAS_SOFTCAP, HAS_DROPOUT,
             )  # fmt: skip

@@ -131,10 +131,10 @@ def _attention_combine(
     total, peak = 0.0, float("-inf")
     for split in tl.range(0, splits):
         row = (head * splits + split).to(tl.int64) * (T * GROUP) + r
-        its_peak = tl.load(peak_ptr + row)
-        new_peak = tl.maximum(peak, its_peak)
+        split_peak = tl.load(peak_ptr + row)
+        new_peak = tl.maximum(peak, split_peak)
         base = tl.where(new_peak == float("-inf"), 0.0, new_peak)
-        fade, weight = tl.exp2(peak - base), tl.exp2(its_peak - base)
+        fade, weight = tl.exp2(peak - base), tl.exp2(split_peak - base)
         acc = acc * fade + tl.load(part_ptr + row * V + dims, mask=dims < V, other=0.0) * weight
         total = total * fade + tl.load(total_ptr + row) * weight
         peak = new_peak

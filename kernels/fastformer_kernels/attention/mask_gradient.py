@@ -69,8 +69,8 @@ def _attention_mask_gradient(
             v_head = v_ptr + offset(b, ALIGN, stride_v_b) + offset(h // GROUP, ALIGN, stride_v_h)
             row_base = offset(b, 1, stride_lse_b) + offset(h, 1, stride_lse_h)
             real = (rows < last_query)[:, None]
-            its_key_mask = key_mask_ptr + offset(b, 1, stride_key_mask_b)
-            real_keys = real_columns(columns, first_key, last_key, its_key_mask, HAS_KEY_MASK)[:, None]
+            sequence_key_mask = key_mask_ptr + offset(b, 1, stride_key_mask_b)
+            real_keys = real_columns(columns, first_key, last_key, sequence_key_mask, HAS_KEY_MASK)[:, None]
             q = tl.load(q_head + wide_rows * stride_q_t * ALIGN + dims[None, :], mask=real & in_head, other=0.0)
             dout = tl.load(
                 dout_head + wide_rows * stride_dout_t * ALIGN + v_dims[None, :], mask=real & in_value, other=0.0
@@ -90,7 +90,7 @@ def _attention_mask_gradient(
             low, high = seen_range(rows, first_key, last_key, moved, left, right, HAS_LEFT, HAS_RIGHT)
             _kept, ds = score_gradient(
                 dots, dp, lse[:, None], logarithm[:, None], delta[:, None], columns[None, :], low[:, None],
-                high[:, None], True, rows[:, None], columns[None, :], keys[:, None], its_key_mask,
+                high[:, None], True, rows[:, None], columns[None, :], keys[:, None], sequence_key_mask,
                 mask_ptr + offset(b, 1, stride_mask_b) + offset(h, 1, stride_mask_h), stride_mask_t, stride_mask_s,
                 bias_of_head(bias_ptr, h, stride_bias_h, moved), T if MASK < 3 else last_query, last_key,
                 scale, softcap, threshold, keep_scale, True, True, False, False,

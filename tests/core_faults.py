@@ -306,7 +306,7 @@ ROWS: dict[str, list[tuple[str, str, str]]] = {
         ("memory = memory.unpack() if isinstance(memory, PackedInput) else memory", "pass", CALLED),
         ("causal = masks[0].is_causal is True", "causal = masks[0].is_causal", CALLED),
         ("clean = zero_padding if keeps_padding else finite_padding", "clean = finite_padding", FEW),
-        ("if self.training or self._compiled() is not None", "if self._compiled() is not None",
+        ("if self._compiled() is not None or not all", "if torch.is_grad_enabled() or not all",
          "nn/test_module_protocols.py::test_checkpointing_recomputes_the_same_bits"),
         ('if cache.stack_id != self.__dict__.get("_stack_id"):', "if False:",
          "nn/test_cache.py::test_the_cache_of_another_stack_of_the_same_shape_is_refused"),

@@ -23,6 +23,7 @@ from fastformer.apps.cli.console import (
 )
 from fastformer.apps.cli.options import START, USE, whole_number, with_settings
 from fastformer.apps.cli.training import add_training
+from fastformer.apps.models.sampling import RandomStreams
 from fastformer.apps.plots.attention_maps import AttentionMaps
 from fastformer.apps.serve.worker import ServedModel
 from fastformer.apps.settings import make_settings
@@ -83,7 +84,8 @@ def translate(
     options = make_settings(SearchOptions, search)
     translator = load_translator(run, checkpoint, choose_device(device))
     pack_weights(translator.model)
-    candidates = (each for lines in batches for each in translator.candidates(lines, options, batch_size))
+    streams = RandomStreams(options.seed)
+    candidates = (each for lines in batches for each in translator.candidates(lines, options, batch_size, streams))
     padded = (c for each in candidates for c in each + [_EMPTY] * (options.n_best - len(each)))
     put_lines((f"{c.score:.4f}\t{c.text}" if scores else c.text for c in padded), output)
 

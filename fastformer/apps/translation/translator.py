@@ -73,14 +73,23 @@ class Translator:
         return [best[0].text for best in self.candidates(sentences, options, batch_size)]
 
     def candidates(
-        self, sentences: Sequence[str], options: SearchOptions | None = None, batch_size: int = 64
+        self,
+        sentences: Sequence[str],
+        options: SearchOptions | None = None,
+        batch_size: int = 64,
+        streams: RandomStreams | None = None,
     ) -> list[list[Translation]]:
-        """Return the `n_best` translations of each sentence with their scores; arguments as in `translate`."""
+        """Return the `n_best` translations of each sentence with their scores.
+
+        Args:
+            sentences, options, batch_size: as in `translate`.
+            streams: the random numbers, for several calls that sample parts of one text; None: those of `options.seed`.
+        """
         options = options or SearchOptions()
         check_value("batch_size", batch_size, int, at_least=1)
         check_texts("sentences", sentences)
         self.model.eval()  # it may have been trained on since the last call
-        sequences, streams = self.encode(sentences), RandomStreams(options.seed)
+        sequences, streams = self.encode(sentences), streams or RandomStreams(options.seed)
         results: list[list[Translation]] = [[Translation("", 0.0, 0.0)] for _ in sentences]
         lengths = sequences.lengths
         order = sorted(np.flatnonzero(lengths).tolist(), key=lambda i: -lengths[i])

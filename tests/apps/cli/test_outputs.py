@@ -65,6 +65,15 @@ def test_batches_of_any_size_a_file_arguments_and_standard_input_give_the_same(r
     assert (done.returncode, done.stdout, (tmp_path / "out").read_text()) == (0, "", expected.stdout)
 
 
+def test_samples_of_a_file_do_not_depend_on_the_batch_size(runs, tmp_path):
+    """A sentence that occurs again in another batch is drawn anew, too."""
+    (tmp_path / "in").write_text("w1 w2\n" * 40)
+    command = "translate", "--run", "translation", "--sample", "--seed", "1", *inputs("translate", str(tmp_path / "in"))
+    outputs = [fastformer(*command, "--batch-size", size, cwd=runs).stdout for size in ("1", "64")]
+    assert outputs[0] == outputs[1]
+    assert len(set(outputs[0].splitlines())) > 16
+
+
 @pytest.mark.parametrize("command", ["translate", "classify", "generate"])
 def test_a_wrong_byte_gives_an_error_before_any_answer(runs, tmp_path, command):
     content = "".join(f"{line}\n" for line in LINES).encode() + b"\xff\n"

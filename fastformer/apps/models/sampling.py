@@ -93,13 +93,13 @@ class RandomStreams:
 
     def __init__(self, seed: int | None) -> None:
         self._seed = secrets.randbits(63) if seed is None else seed
-        self._copies: Counter[tuple[int, ...]] = Counter()
+        self._copies: Counter[int] = Counter()  # by hash: a file may have millions of prompts
 
     def take(self, prompts: Sequence[Sequence[int]]) -> list[np.random.Generator]:
         """Return the generators of the next prompts."""
         streams = []
         for prompt in map(tuple, prompts):
             # The length is included because numpy ignores zeros at the end of the entropy.
-            streams.append(np.random.default_rng((self._seed, self._copies[prompt], len(prompt), *prompt)))
-            self._copies[prompt] += 1
+            streams.append(np.random.default_rng((self._seed, self._copies[hash(prompt)], len(prompt), *prompt)))
+            self._copies[hash(prompt)] += 1
         return streams

@@ -2,6 +2,7 @@
 
 import logging
 import math
+import tracemalloc
 from dataclasses import replace
 
 import pytest
@@ -138,6 +139,17 @@ def test_streams_depend_on_seed_prompt_and_copy_alone():
     # Zeros at the end are part of a prompt, and which number is the seed matters.
     assert len(set(numbers([[0], [0, 0], [0, 0, 0], [1, 0], [1]], 0))) == 5
     assert numbers([[2]], None) != numbers([[2]], None)
+
+
+def test_streams_do_not_keep_the_prompts():
+    streams = RandomStreams(1)
+    tracemalloc.start()
+    try:
+        for i in range(1000):
+            streams.take([range(i, i + 1000)])
+        assert tracemalloc.get_traced_memory()[0] < 1000 * 300
+    finally:
+        tracemalloc.stop()
 
 
 def texts(model, prompts, options, **arguments):

@@ -155,6 +155,7 @@ class Update:
                 optimizer[index][key] = local_shard(x, p) if x.dim() else x
         groups = self.optimizer.state_dict()["param_groups"]
         self.optimizer.load_state_dict({"state": optimizer, "param_groups": groups})
+        _fill_momentum(self.optimizer)
         if scaler and self.scaler.is_enabled():
             self.scaler.load_state_dict(scaler)
 
@@ -175,9 +176,22 @@ def build_optimizer(model: nn.Module, config: TrainConfig) -> torch.optim.Optimi
     ]
     groups = [group for group in groups if group["params"]]
     if config.optimizer == "sgd":
-        return torch.optim.SGD(groups, lr=config.lr, momentum=config.momentum, fused=True)
+        sgd = torch.optim.SGD(groups, lr=config.lr, momentum=config.momentum, fused=True)
+        _fill_momentum(sgd)
+        return sgd
     kind = torch.optim.AdamW if config.optimizer == "adamw" else torch.optim.Adam
     return kind(groups, lr=config.lr, betas=config.betas, eps=config.eps, fused=True)
+
+
+def _fill_momentum(optimizer: torch.optim.Optimizer) -> None:
+    """Set momenta of SGD that do not exist yet to 0.
+
+    torch's fused step (2.13) allocates them uninitialised, and leaves them so if fp16 skips it. It also fails if only
+    some of the parameters have one.
+    """
+    for group in optimizer.param_groups:
+        for p in group["params"] if group.get("momentum") else ():
+            optimizer.state[p].setdefault("momentum_buffer", torch.zeros_like(p))
 
 
 def _runs_known_code(model: nn.Module, loss: Any) -> bool:

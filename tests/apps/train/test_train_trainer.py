@@ -2,6 +2,7 @@
 
 import errno
 import io
+import itertools
 import math
 import os
 from pathlib import Path
@@ -20,6 +21,7 @@ from fastformer.apps.train import (
     find_checkpoint,
     read_metrics,
 )
+from fastformer.apps.train.checkpoint import read_weights
 from fastformer.apps.train.progress import Progress
 from tests.support.train_task import Clock, Overflow, Rows, Source, config, network, summed_loss, trainer, validate
 
@@ -346,6 +348,30 @@ def test_an_overflow_skips_its_step_halves_the_scale_and_counts(tmp_path: Path) 
     assert (first["skipped_steps"], first["loss_scale"]) == (1, 32768.0)
     assert (second["skipped_steps"], second["loss_scale"]) == (0, 32768.0)
     assert 0 < first["gradient_norm"] < 100  # of the step that counts
+
+
+def test_sgd_begins_without_momentum_if_the_first_step_overflows(tmp_path: Path) -> None:
+    settings = config(optimizer="sgd", precision="fp16", steps=1)
+    torch.use_deterministic_algorithms(True)  # which fills uninitialised memory with NaN
+    try:
+        trainer(tmp_path, settings, loss=overflowing(1)).fit()
+    finally:
+        torch.use_deterministic_algorithms(False)
+    tensors = read_weights(tmp_path / "checkpoints" / "step-1" / "optimizer.safetensors")
+    assert all(torch.equal(x, torch.zeros_like(x)) for x in tensors.values())
+    assert tensors
+
+
+def test_sgd_trains_a_parameter_that_gets_its_first_gradient_late(tmp_path: Path) -> None:
+    model, calls = network(dropout=0.0), itertools.count()
+    late = nn.Parameter(torch.zeros(2))
+    model.register_parameter("late", late)
+
+    def loss(model: nn.Module, batch: Rows) -> Tensor:
+        return summed_loss(model, batch) + (late.sum() if next(calls) >= 2 else 0.0)
+
+    trainer(tmp_path, config(optimizer="sgd", steps=4), model=model, loss=loss, validate=None).fit()
+    assert (late < 0).all()
 
 
 def test_overflow_without_end_stops_the_run_and_keeps_the_last_good_checkpoint(tmp_path: Path) -> None:

@@ -176,7 +176,8 @@ def build_optimizer(model: nn.Module, config: TrainConfig) -> torch.optim.Optimi
     ]
     groups = [group for group in groups if group["params"]]
     if config.optimizer == "sgd":
-        sgd = torch.optim.SGD(groups, lr=config.lr, momentum=config.momentum, fused=True)
+        sharded = any(hasattr(p, "device_mesh") for p in parameters)  # torch 2.13 has no fused SGD for DTensors
+        sgd = torch.optim.SGD(groups, lr=config.lr, momentum=config.momentum, fused=not sharded)
         _fill_momentum(sgd)
         return sgd
     kind = torch.optim.AdamW if config.optimizer == "adamw" else torch.optim.Adam

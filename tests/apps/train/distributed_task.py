@@ -161,6 +161,7 @@ def sharded(rank: int, folder: Path) -> Any:
     with mock.patch.object(torch.distributed, name, wraps=getattr(torch.distributed, name)) as scatter:
         made.fit()
     resume(double_trainer(folder / "fsdp-parts", parallel="fsdp", steps=13, seed=50 + rank, average=2)).fit()
+    resume(double_trainer(folder / "fsdp-sgd", parallel="fsdp", seed=50 + rank, optimizer="sgd")).fit()
     held = sum(p.to_local().numel() for p in made.model.parameters())
     whole = sum(p.numel() for p in made.model.parameters())
     return {"held": held, "all": whole, "exchanges": scatter.call_count}

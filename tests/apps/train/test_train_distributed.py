@@ -94,6 +94,8 @@ def fsdp(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[dict[str,
     folder = tmp_path_factory.mktemp("fsdp")
     double_trainer(folder / "one").fit()
     double_trainer(folder / "fsdp-parts", steps=6).fit()
+    double_trainer(folder / "one-sgd", optimizer="sgd").fit()
+    double_trainer(folder / "fsdp-sgd", optimizer="sgd", steps=6).fit()
     return folder, spawn(folder, "fsdp")
 
 
@@ -159,6 +161,7 @@ def test_an_error_of_one_process_ends_all(ddp):
 def test_sharded_parameters_train_the_same_and_their_checkpoints_are_whole(fsdp):
     folder, seen = fsdp
     assert_same_run(folder / "fsdp", folder / "one")
+    assert_same_run(folder / "fsdp-sgd", folder / "one-sgd")
     assert sum(each["sharded"]["held"] for each in seen) == seen[0]["sharded"]["all"]
     assert [each["sharded"]["exchanges"] for each in seen] == [20, 20]
     assert (folder / "fsdp-parts" / "checkpoints" / "average").is_dir()

@@ -309,13 +309,15 @@ def evaluate_text(
 
     Args:
         folder, checkpoint, device: as in `load_generator`.
-        split: the run's test or validation text, or a file.
+        split: the run's test or validation text; or a file, whose documents are what they are in the run's text: lines
+            in place of articles if the file has no titles.
 
     Raises the errors of `load_generator`, `read_text_corpora` and `perplexity`.
     """
     model, (tokenizer,), data = APPLICATION.load(folder, checkpoint, device)
     if isinstance(split, Path):
-        corpus = read_text(split, data.document or "line")
+        reads_articles = data.train_text is None and data.dataset != "docstrings"
+        corpus = read_text(split, data.document or (None if reads_articles else "line"))
     else:
         check_value("split", split, str, choices=("test", "valid"))
         corpus = read_text_corpora(data)[split]

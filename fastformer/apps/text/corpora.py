@@ -138,29 +138,30 @@ def count_words(lines: Sequence[str]) -> int:
     return sum(len(line.split()) + 1 for line in lines)
 
 
-def read_text(path: str | Path, document: DocumentKind = "line", name: str | None = None) -> TextCorpus:
+def read_text(path: str | Path, document: DocumentKind | None = "line", name: str | None = None) -> TextCorpus:
     """Read a UTF-8 file, plain or compressed, as documents; spaces at both ends of a line are dropped.
 
-    document: what a document is: each line, each article of WikiText, or the whole file. Lines before the first title
-    belong to the first article.
+    document: what a document is: each line, each article of WikiText, or the whole file; None: an article if the file
+    has titles, else a line. Lines before the first title belong to the first article.
 
     Raises the errors of `read_lines`, ``TextError`` if the file holds no word, and ``ValueError`` for another kind of
     document, and for articles if no line is a title.
     """
-    check_value("document", document, str, choices=DOCUMENT_KINDS)
+    check_value("document", document, str | None, choices=DOCUMENT_KINDS)
     lines = [line.strip() for line in read_lines(path)]
     if not any(lines):
         raise TextError(f"{path}: holds no word")
     bounds = [0, len(lines)]
-    if document == "line":
-        bounds = list(range(len(lines) + 1))
-    elif document == "article":
+    if document in ("article", None):
         # A title stands between lines without words; inside an article a formula may look like one.
         around = ["", *lines, ""]
         titles = [i for i, line in enumerate(lines) if not around[i] + around[i + 2] and _TITLE.fullmatch(line)]
-        if not titles:
+        if document and not titles:
             raise ValueError("document='article' needs titles such as '= Title =' on lines of their own; there is none")
         bounds = [0, *titles[1:], len(lines)]
+        document = document if titles else "line"
+    if document == "line":
+        bounds = list(range(len(lines) + 1))
     return TextCorpus([lines[start:end] for start, end in pairwise(bounds)], name or Path(path).name)
 
 

@@ -79,6 +79,18 @@ def test_train_evaluate_generate(trained: tuple[LanguageRun, Result]) -> None:
     assert evaluate_text(run.folder, "valid")[1].per_token == pytest.approx(math.exp(result.best_value or 0.0))
 
 
+def test_a_file_has_the_perplexity_that_it_has_as_part_of_a_dataset_of_articles(tmp_path: Path) -> None:
+    for name in ("train", "valid", "test"):
+        write_lines(tmp_path / f"{name}.txt", ["= One =", "", LINES[0], LINES[1], "", "= Two =", "", LINES[2]])
+    write_lines(tmp_path / "plain.txt", LINES[:3])
+    tokenizer = WordTokenizer.from_lines(LINES)
+    model = LanguageModel(LanguageConfig(tokenizer.size, d_model=16, heads=2, layers=1, feed_forward=16))
+    save_run(tmp_path / "run", model, tokenizer, context=6, dataset=tmp_path)
+    expected, found = (evaluate_text(tmp_path / "run", text)[1] for text in ("test", tmp_path / "test.txt"))
+    assert expected == found
+    assert len(evaluate_text(tmp_path / "run", tmp_path / "plain.txt")[0]) == 3  # lines: it has no titles
+
+
 @pytest.mark.parametrize("embeddings", ["tied", "separate"])
 def test_tied_is_honoured_through_the_checkpoint(tmp_path: Path, data: LanguageDataConfig, embeddings: str) -> None:
     train = replace(TRAIN, steps=1, validate_every=1)

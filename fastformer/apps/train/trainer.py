@@ -47,8 +47,10 @@ class Trainer:
 
     loss(model, batch): the loss summed over the batch's real tokens, a scalar tensor with gradient.
     batches: a `BatchSource`. validate(model): {"loss": mean per token, "bleu": …} in eval mode without gradients;
-    "perplexity" is added from "loss" when absent, and a text "bleu_signature" is logged beside "bleu". A `Validation`
-    scores fewer examples if it would take over a tenth of a budget in minutes; any other function is called as it is.
+    "perplexity" is added from "loss" when absent, and a text "bleu_signature" is logged beside "bleu". As the
+    configuration's `metric`, "loss", "perplexity" and "word_perplexity" are better lower, all others higher. A
+    `Validation` scores fewer examples if it would take over a tenth of a budget in minutes; any other function is
+    called as it is.
     `model.config`, if it is a dataclass, is stored in each checkpoint and compared on resuming. clock: returns seconds,
     in place of the clocks of the configuration.
 

@@ -105,6 +105,13 @@ def test_rules_in_half_precision(name, dtype):
     check(heads(B, 1, T, S, 16), dtype, **RULES[name]())
 
 
+def test_softcaps_far_above_the_scores():
+    """They change nothing: tanh(x) is about x, which 2 / (1 + exp(-2 x)) - 1 rounds at the size of 1."""
+    for dtype in DTYPES[1:]:
+        check(heads(1, 1, 20, 40, 16), dtype, softcap=1e6)
+    check_decoding(heads(2, 4, 1, 139, 40), softcap=1e30)
+
+
 def test_a_row_of_the_lowest_number_is_a_mean_over_all_keys():
     lowest = torch.zeros(4, 5)
     lowest[1] = torch.finfo(torch.float32).min

@@ -99,6 +99,18 @@ def test_lengths_beyond_the_tensor_are_cut():
     assert torch.equal(*decoded)
 
 
+def test_copies_of_expanded_masks_are_expanded():
+    """Else an odd number of keys would copy a mask of all heads once for each head, in each kernel."""
+    from fastformer_kernels.attention.problem import with_aligned_rows
+
+    mask = torch.rand(1, 3, 1, 7, 5, device=DEVICE)[0]
+    expanded = mask.expand(3, 4, 7, 5)
+    copy = with_aligned_rows(expanded)
+    assert torch.equal(copy, expanded)
+    assert copy.untyped_storage().nbytes() == 3 * 7 * 16 * 4
+    check(heads(3, 4, 7, 5, 16), torch.float32, mask=(mask > 0.3).expand(3, 4, 7, 5))
+
+
 @pytest.mark.parametrize("name", ["int32 lengths, causal", "gaps", "everything"])
 @pytest.mark.parametrize("dtype", DTYPES[1:])
 def test_rules_in_half_precision(name, dtype):

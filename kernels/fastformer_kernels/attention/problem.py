@@ -73,13 +73,16 @@ def views(*tensors: Tensor) -> tuple[int, list[View]]:
 def with_aligned_rows(x: Tensor) -> Tensor:
     """Return x `[..., S]`, copied unless its rows begin at multiples of 16 elements, which kernels rely on.
 
-    Kernels then load tiles in whole vectors. Compiled for odd S they took 40 to 90 registers more, and spilled.
+    Kernels then load tiles in whole vectors. Compiled for odd S they took 40 to 90 registers more, and spilled. Where x
+    is expanded, so is the copy: of a mask `[1, 1, T, S]` for B * H heads it takes T * S elements.
     """
     rows = [stride for size, stride in zip(x.shape[:-1], x.stride()[:-1], strict=True) if size > 1]
     if x.stride(-1) == 1 and x.data_ptr() % 16 == 0 and not any(stride % _ROW_ALIGNMENT for stride in rows):
         return x
-    copy = x.new_empty((*x.shape[:-1], aligned_length(x.shape[-1])))[..., : x.shape[-1]]
-    return copy.copy_(x)
+    repeated = [stride == 0 for stride in x.stride()[:-1]]  # as of a mask that was expanded over heads
+    once = x[tuple([slice(0, 1) if again else slice(None) for again in repeated])]
+    copy = x.new_empty((*once.shape[:-1], aligned_length(x.shape[-1])))[..., : x.shape[-1]]
+    return copy.copy_(once).expand(x.shape)
 
 
 def aligned_length(columns: int) -> int:

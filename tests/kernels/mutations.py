@@ -37,6 +37,7 @@ CAUSAL_WINDOW = ATTENTION + "test_rules[causal window]"
 ADDITIVE = ATTENTION + "test_rules[additive [T, S]]"
 PACKED = ATTENTION + "test_packed_sequences[False]"
 DECODING = ATTENTION + "test_decoding_splits_the_keys[one query-1]"
+WHOLE_VECTORS = ATTENTION + "test_rows_load_in_whole_vectors_of_all_tensors_or_of_none"
 BEYOND = ATTENTION + "test_lengths_beyond_the_tensor_are_cut"
 TO_THE_LAST = EXTENDED + "test_rules[to the last key of each-False]"
 SINKS = EXTENDED + "test_one_without_the_other[dtype0-('sinks',)]"
@@ -170,6 +171,10 @@ ROWS: dict[str, list[tuple[str, ...]]] = {
         ("keys = tl.minimum(tl.maximum(tl.load(key_lengths_ptr + b).to(tl.int32), 0), S)",
          "keys = tl.load(key_lengths_ptr + b).to(tl.int32)", BEYOND),
         ("None if x is None else x.contiguous()", "x", EXTENDED + "test_any_place_in_memory"),
+        ("if any(x.data_ptr() % 16 for x, _ in in_elements):", "if False:", WHOLE_VECTORS + "[keys within 16 bytes]"),
+        ("batch | head | row | x.shape[-1]", "batch | head | row", WHOLE_VECTORS + "[odd head size]"),
+        ("copy.copy_(once).expand(x.shape)", "x.new_empty(x.shape).copy_(x)",
+         ATTENTION + "test_copies_of_expanded_masks_are_expanded"),
         ("or self.softcap > _LARGE_SOFTCAP", "", ATTENTION + "test_softcaps_far_above_the_scores"),
     ],
     "kernels/fastformer_kernels/attention/decode": [

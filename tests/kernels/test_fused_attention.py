@@ -7,6 +7,7 @@ import math
 
 import pytest
 import torch
+from torch import Tensor
 
 import fastformer
 from fastformer.functional import attention, attention_with_weights, packed_attention
@@ -97,6 +98,38 @@ def test_lengths_beyond_the_tensor_are_cut():
         for x in (lengths, lengths.clamp(0, 7))
     ]
     assert torch.equal(*decoded)
+
+
+def begun_at(x: Tensor, element: int, columns: int) -> Tensor:
+    """Copy x into rows of so many columns, which begin at an element of an aligned tensor."""
+    rows = x.new_zeros(element + columns * x[..., 0].numel())[element:].view(*x.shape[:-1], columns)
+    return rows[..., : x.shape[-1]].copy_(x)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "elements", "columns"),
+    [
+        pytest.param((64, 64), (4, 0, 0), (64, 64, 64), id="queries within 16 bytes"),
+        pytest.param((64, 64), (0, 4, 0), (64, 64, 64), id="keys within 16 bytes"),
+        pytest.param((64, 64), (0, 0, 4), (64, 64, 64), id="values within 16 bytes"),
+        pytest.param((17, 16), (0, 0, 0), (24, 24, 16), id="odd head size"),
+    ],
+)
+def test_rows_load_in_whole_vectors_of_all_tensors_or_of_none(sizes, elements, columns):
+    """Else Triton 3.7 omitted a fence before the product with the values, which `--compiled sm_90` shows."""
+    from fastformer_kernels.attention.problem import views
+
+    inputs = [x.to(DEVICE, torch.float16) for x in heads(1, 2, 70, 70, sizes[0], V=sizes[1])]
+    results = []
+    for moved in (False, True):
+        leaves = [x.clone() for x in inputs]
+        if moved:
+            leaves = list(map(begun_at, leaves, elements, columns))
+            align, seen = views(*leaves)
+            assert align == 1 or not any(x.data_ptr() % 16 or x.shape[-1] % align for x, _ in seen)
+        out = fused(attention, *(x.requires_grad_() for x in leaves))
+        results.append([out, *gradients(out, leaves)])
+    torch.testing.assert_close(*results, rtol=1e-3, atol=2e-3)
 
 
 def test_copies_of_expanded_masks_are_expanded():

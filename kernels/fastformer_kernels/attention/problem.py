@@ -53,20 +53,24 @@ def views(*tensors: Tensor) -> tuple[int, list[View]]:
     """Describe tensors of heads, copied if their last dimension is not contiguous.
 
     Returns:
-        The alignment ALIGN in elements, and the views. ALIGN is 16 bytes if all strides are multiples of that, else one
-        element. Kernels multiply strides by it, so the compiler knows that rows can be loaded in whole vectors, also
-        for head sizes such as 40 and 72. Compiled for head size 72 without it: 16-bit loads, a third more registers.
+        The alignment ALIGN in elements, and the views. ALIGN is 16 bytes if all strides and head sizes are multiples of
+        that, else one element. Kernels multiply strides by it, so the compiler knows that rows can be loaded in whole
+        vectors, also for head sizes such as 40 and 72. Compiled for head size 72 without it: 16-bit loads, a third more
+        registers. Then tensors that do not begin at 16 bytes are copied: if only the keys did not, Triton 3.7 omitted
+        the fence before a wgmma that reads the values (docs/kernels/shared.md).
     """
     in_elements, bits = [], 0
     for x in tensors:
         x = inner_contiguous(x)
         strides = x.stride()
         batch, head, row = strides[:3] if len(strides) == 4 else (0, strides[1], strides[0])
-        bits |= batch | head | row
+        bits |= batch | head | row | x.shape[-1]
         in_elements.append(View(x, (batch, head, row)))
     align = 16 // tensors[0].element_size()
     if bits % align:
         return 1, in_elements
+    if any(x.data_ptr() % 16 for x, _ in in_elements):
+        return views(*[x.clone(memory_format=torch.contiguous_format) if x.data_ptr() % 16 else x for x in tensors])
     return align, [View(x, (s[0] // align, s[1] // align, s[2] // align)) for x, s in in_elements]
 
 

@@ -45,7 +45,7 @@ def test_shapes_and_causality(shape, dtype, rules):
     check(heads(*shape), dtype, **rules)
 
 
-@pytest.mark.parametrize("head_size", [1, 8, 16, 24, 40, 64, 72, 80, 96, 128, 160, 256])
+@pytest.mark.parametrize("head_size", [1, 8, 13, 16, 24, 40, 64, 72, 80, 96, 128, 160, 256])
 def test_head_sizes(head_size):
     check(heads(1, 1, 19, 35, head_size), torch.float32, causal=True, alignment="bottom_right")
 

@@ -7,7 +7,7 @@ import triton.language as tl
 from torch import Tensor
 
 from fastformer_kernels.attention.problem import Problem, View, attention_kernel, head_size, row_strides
-from fastformer_kernels.attention.scores import load_bounds, offset, row_delta
+from fastformer_kernels.attention.scores import load_bounds, offset
 from fastformer_kernels.host.launch import launch
 
 
@@ -33,7 +33,12 @@ def _attention_delta(
     out = tl.load(out_ptr + wide * stride_out_t * ALIGN + dims[None, :], mask=real, other=0.0)
     dout = tl.load(dout_ptr + wide * stride_dout_t * ALIGN + dims[None, :], mask=real, other=0.0)
     row_base = offset(b, 1, stride_delta_b) + offset(h, 1, stride_delta_h) + q_base
-    delta = row_delta(out, dout, added_ptr + row_base, rows, last_query, HAS_ADDED)
+    # Without the selection, a thread adds its product to that of another thread in a multiply-add, which rounds one of
+    # them only. Then threads of a row have different sums, and it is undefined which of these is stored.
+    products = tl.where(real, out.to(tl.float32) * dout.to(tl.float32), 0.0)
+    delta = tl.sum(products, 1)
+    if HAS_ADDED:
+        delta += tl.load(added_ptr + row_base + rows, mask=rows < last_query, other=0.0)
     tl.store(delta_ptr + row_base + rows, delta, mask=rows < end_row)
 
 

@@ -91,8 +91,10 @@ def _check(ids: Tensor, weight: Tensor, table: Tensor | None, positions: Tensor 
 
 def _plain(ids: Tensor, positions: Tensor | None, scale: float, weight: Tensor, table: Tensor | None) -> Tensor:
     """Compute the reference without dropout: scale * weight[ids] + table[positions]."""
-    x = F.embedding(ids, weight) * scale
-    return x if table is None or positions is None else x + F.embedding(positions, table)
+    x = F.embedding(ids, weight)
+    if table is None or positions is None:
+        return x if scale == 1.0 else x * scale
+    return torch.add(F.embedding(positions, table), x, alpha=scale)  # one pass
 
 
 def _embedding_fake(ids: Tensor, weight: Tensor, table: Tensor | None) -> Tensor:

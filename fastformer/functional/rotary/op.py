@@ -88,10 +88,11 @@ def _plain(x: Tensor, positions: Tensor, cos: Tensor, sin: Tensor, interleaved: 
     c, s = (F.embedding(positions, table).to(wide).unsqueeze(-2) for table in (cos, sin))
     R = 2 * cos.shape[1]
     pairs = x[..., :R].to(wide)
-    a, b = pairs.view(*pairs.shape[:-1], R // 2, 2).unbind(-1) if interleaved else pairs.chunk(2, -1)
-    # Two passes each instead of three.
-    rotated = torch.addcmul(a * c, b, s, value=-1), torch.addcmul(b * c, a, s)
-    out = torch.stack(rotated, -1).flatten(-2) if interleaved else torch.cat(rotated, -1)
+    # Whole heads at a time: passes over halves of them, as the paper writes it, took 1.3 to 2 times as long.
+    places = -1 if interleaved else -2
+    c, s = (torch.stack(pair, places).flatten(-2) for pair in ((c, c), (-s, s)))
+    partners = pairs.view(*pairs.shape[:-1], R // 2, 2).flip(-1).flatten(-2) if interleaved else pairs.roll(R // 2, -1)
+    out = torch.addcmul(pairs * c, partners, s)
     return torch.cat([out.to(x.dtype), x[..., R:]], -1) if x.shape[-1] > R else out.to(x.dtype)
 
 

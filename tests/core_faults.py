@@ -144,7 +144,7 @@ ROWS: dict[str, list[tuple[str, str, str]]] = {
         ("weights = sunk.softmax(-1)[..., :-1]", "weights = scores.softmax(-1)", VALUES),
         ("x.repeat_interleave(heads // x.shape[1], 1)", "x.repeat(1, heads // x.shape[1], 1, 1)", VALUES),
         ("scale = q.shape[-1] ** -0.5 if scale is None else scale", "scale = q.shape[-1] ** -0.5", VALUES),
-        ("return x.is_cpu and product_dtype(x) in _SIXTEEN_BITS", "return False",
+        ("return x.is_cpu and _in_sixteen_bits(x)", "return False",
          "functional/test_numerics.py::test_16_bits_are_as_accurate_as_in_sdpa"),
         ("_SIXTEEN_BITS = (torch.float16, torch.bfloat16)", "_SIXTEEN_BITS = (torch.bfloat16,)",
          "functional/test_numerics.py::test_16_bits_are_as_accurate_as_in_sdpa"),

@@ -15,7 +15,14 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from fastformer.functional.attention.reference import attention_over_zeros, products, weighted_sum, wide, widens
+from fastformer.functional.attention.reference import (
+    attention_over_zeros,
+    products,
+    softmax,
+    weighted_sum,
+    wide,
+    widens,
+)
 from fastformer.functional.attention.rules import AttentionRules, expand_distance_bias
 from fastformer.functional.dropout import drop
 from fastformer.host.devices import send
@@ -209,7 +216,7 @@ def _attend(q: Tensor, k: Tensor, v: Tensor, group: Group, same: bool, rules: At
         if bias is not None:
             pairs = expand_distance_bias(bias, q, k, rules).transpose(0, 1)  # [H, 1, T, S]
             scores = (wide(scores).view(H, N, T, S) + pairs).flatten(0, 1)
-        weights = scores.softmax(-1)
+        weights = softmax(scores)
         weights = weights if weights.dtype == v.dtype or widens(v) else weights.to(v.dtype)
         weights = drop(weights, rules.dropout_p) if rules.dropout_p else weights
         out = weighted_sum(weights, v.flatten(0, 1))

@@ -28,7 +28,7 @@ from fastformer.functional.attention.rules import (
 from fastformer.functional.attention.spans import Span, visible_spans
 from fastformer.functional.dropout import drop
 from fastformer.host.devices import autocasts, product_dtype
-from fastformer.modes import compiling, dispatch_modes, readable
+from fastformer.modes import compiling, dispatch_modes, needs_dispatcher, readable
 
 _SIXTEEN_BITS = (torch.float16, torch.bfloat16)
 _SMALLEST = torch.finfo(torch.float32).tiny
@@ -196,8 +196,10 @@ def scores_to_weights(
     scale = q.shape[-1] ** -0.5 if scale is None else scale
     B, H, T, _ = q.shape
     added = None
-    if mask is not None and mask.dtype == torch.bool and softcap is None:  # one pass over the scores, and none backward
-        added = torch.where(mask, 0.0, -math.inf).expand(B, H, -1, -1).flatten(0, 1)
+    # The product of scores adds a mask: one pass over the scores less.
+    if mask is not None and softcap is None and (mask.dtype == torch.bool or q.is_cpu or not _in_sixteen_bits(q)):
+        added = torch.where(mask, 0.0, -math.inf) if mask.dtype == torch.bool else mask
+        added = added.expand(B, H, -1, -1).flatten(0, 1)
         mask = None
     # Flattened before the transpose: bmm reads transposed keys in place, where matmul would copy them.
     scores = products(q.flatten(0, 1), k.flatten(0, 1), scale, added).view(B, H, T, k.shape[2])
@@ -206,7 +208,7 @@ def scores_to_weights(
     if mask is not None:
         scores = scores.masked_fill(~mask, -math.inf) if mask.dtype == torch.bool else wide(scores) + mask
     if sinks is None:
-        weights = scores.softmax(-1)
+        weights = softmax(scores)
     else:
         sunk = torch.cat([scores, sinks.to(scores.dtype)[:, None, None].expand(B, H, T, 1)], -1)
         weights = sunk.softmax(-1)[..., :-1]
@@ -215,12 +217,26 @@ def scores_to_weights(
     return weights.to(product_dtype(q))
 
 
+def softmax(scores: Tensor) -> Tensor:
+    """Return softmax over the keys, in place of scores that nothing else needs: in inference on a CPU.
+
+    New memory for as many numbers takes as long as the softmax itself (32 MB, one core).
+    """
+    if type(scores) is Tensor and scores.is_cpu and not torch.is_grad_enabled() and not needs_dispatcher():
+        return torch.softmax(scores, -1, out=scores)
+    return scores.softmax(-1)
+
+
+def _in_sixteen_bits(x: Tensor) -> bool:
+    return product_dtype(x) in _SIXTEEN_BITS
+
+
 def widens(x: Tensor) -> bool:
     """Return whether products with x are computed in fp32 and rounded once: 16-bit products on a CPU.
 
     SDPA keeps scores and sums in fp32. With scores and weights rounded to bf16, the error was 2 to 14 times SDPA's.
     """
-    return x.is_cpu and product_dtype(x) in _SIXTEEN_BITS
+    return x.is_cpu and _in_sixteen_bits(x)
 
 
 def products(q: Tensor, k: Tensor, scale: float, added: Tensor | None = None) -> Tensor:

@@ -98,6 +98,8 @@ def open_dead_rows(mask: Tensor | None, allowed: Tensor | None) -> tuple[Tensor 
         The merged mask, opened at queries that may attend to nothing, to avoid NaN; and these queries as a bool mask
         `[..., T, 1]`, whose outputs must be set to 0. Either may be None.
     """
+    if mask is not None and readable(mask) and mask.stride(-1) > 1:
+        mask = mask.contiguous()  # T5's bias is one of heads last, of which `amax` takes 40 times as long
     if mask is None or allowed is None:
         merged = allowed if mask is None else mask
     else:
@@ -105,7 +107,7 @@ def open_dead_rows(mask: Tensor | None, allowed: Tensor | None) -> tuple[Tensor 
     if merged is None:
         return None, None
     if merged.dtype == torch.bool:
-        dead = ~merged.any(-1, keepdim=True)
+        dead = merged.sum(-1, keepdim=True) == 0  # on a CPU in 0.3 to 0.5 of the time of `any`
     elif merged.shape[-1] == 0:
         dead = (merged == -math.inf).all(-1, keepdim=True)
     else:

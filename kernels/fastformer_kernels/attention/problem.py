@@ -56,8 +56,8 @@ def views(*tensors: Tensor) -> tuple[int, list[View]]:
         The alignment ALIGN in elements, and the views. ALIGN is 16 bytes if all strides and head sizes are multiples of
         that, else one element. Kernels multiply strides by it, so the compiler knows that rows can be loaded in whole
         vectors, also for head sizes such as 40 and 72. Compiled for head size 72 without it: 16-bit loads, a third more
-        registers. Then tensors that do not begin at 16 bytes are copied: if only the keys did not, Triton 3.7 omitted
-        the fence before a wgmma that reads the values (docs/kernels/shared.md).
+        registers. With an ALIGN of 16 bytes, tensors whose address is no multiple of 16 are copied: if only the keys
+        had such an address, Triton 3.7 omitted the fence before the wgmma of the values (docs/kernels/shared.md).
     """
     in_elements, bits = [], 0
     for x in tensors:

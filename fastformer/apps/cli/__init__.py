@@ -9,6 +9,7 @@ from fastformer.apps.system.openmp import wait_variables
 
 os.environ.update(wait_variables(os.environ))  # before torch is imported
 
+import io
 import logging
 import sys
 from contextlib import suppress
@@ -43,6 +44,8 @@ def main() -> None:
     """Run the command line."""
     try:
         logging.basicConfig(level=logging.WARNING, format="%(levelname)s: %(message)s")
+        if isinstance(sys.stdout, io.TextIOWrapper):
+            sys.stdout.reconfigure(encoding="utf-8")  # in every locale, as files and standard input
         for argument in sys.argv[1:]:  # Python reads bytes that are not UTF-8 as halves of surrogate pairs
             encode_text(argument, f"argument {argument!r}")
         app()

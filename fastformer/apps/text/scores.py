@@ -106,7 +106,6 @@ def score_translations(
     """
     _check_counts(references, translations, *more_references)
     lists = [list(references), *map(list, more_references)]
-    warn_without_spaces(tokenizer, references)
     values: dict[str, Any] = {}
     intervals = {}
     for name, metric in _metrics(tokenizer, lowercase).items():
@@ -156,6 +155,7 @@ def compare_translations(
     from sacrebleu.significance import PairedTest
 
     _check_counts(references, *systems.values())
+    warn_without_spaces(tokenizer, references)
     pairs = [(name, list(translations)) for name, translations in systems.items()]
     test = PairedTest(pairs, _metrics(tokenizer), [list(references)], test_type="bs", n_samples=bootstrap)
     _, results = test()

@@ -325,5 +325,6 @@ def evaluate(
 
     scoring: further arguments of `score_translations`.
     """
+    warn_without_spaces(bleu_tokenizer, corpus.target)
     translations = translator.translate(corpus.source, options)
     return score_translations(translations, corpus.target, lowercase, bleu_tokenizer, **scoring), translations

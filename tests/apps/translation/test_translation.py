@@ -15,7 +15,13 @@ from sacrebleu import metrics
 
 from fastformer.apps.export import export_ctranslate2
 from fastformer.apps.text import ParallelCorpus, encode_pairs, number_corpus, write_lines
-from fastformer.apps.text.scores import bleu_tokenizer, check_bleu_tokenizer, compare_translations, score_translations
+from fastformer.apps.text.scores import (
+    bleu_tokenizer,
+    check_bleu_tokenizer,
+    compare_translations,
+    score_translations,
+    warn_without_spaces,
+)
 from fastformer.apps.train import TrainConfig, read_metrics
 from fastformer.apps.train.trainer import Result
 from fastformer.apps.translation import demo
@@ -223,8 +229,9 @@ def test_characters_are_counted_where_there_are_no_spaces(
     assert scores.bleu == pytest.approx(one_wrong_at_the_end(len(reference)), rel=1e-12)
     assert f"tok:{tokenizer}" in scores.bleu_signature
     assert not caplog.messages
+    assert score_translations([translation], [reference]).bleu == 0  # one word, and a wrong one
     with caplog.at_level(logging.WARNING, "fastformer"):
-        assert score_translations([translation], [reference]).bleu == 0  # one word, and a wrong one
+        warn_without_spaces("13a", [reference])
     assert ("its tokenizer 13a splits words at spaces" in caplog.text) == (language != "ko")  # Korean has spaces
 
 
@@ -244,23 +251,32 @@ def test_a_missing_package_is_named_before_any_work(
         TranslationRun.check(data, {}, TrainConfig(steps=1))
 
 
-def test_training_states_the_signature_beside_bleu(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize(("language", "tokenizer"), [("zh", "zh"), (None, "13a")])
+def test_training_states_the_signature_beside_bleu_and_warns_once(
+    language: str | None,
+    tokenizer: str,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     pairs = [(f"pair {number}", TEXTS["zh"][number % 7 :]) for number in range(30)]
     write_lines(tmp_path / "s", [source for source, _ in pairs])
     write_lines(tmp_path / "t", [target for _, target in pairs])
     data = DataConfig(
         train_source=tmp_path / "s",
         train_target=tmp_path / "t",
-        target_language="zh",
+        target_language=language,
         tokenizer="char",
         valid_size=4,
         test_size=4,
     )
     small = {"d_model": 8, "heads": 1, "encoder_layers": 1, "decoder_layers": 1, "feed_forward": 8}
-    train = TrainConfig(steps=1, batch_tokens=200, threads=1, metric="bleu")
-    TranslationRun.create(tmp_path / "run", data, small, train).fit()
-    (record,) = [each for each in read_metrics(tmp_path / "run") if "bleu" in each]
-    assert "tok:zh" in record["bleu_signature"]
+    train = TrainConfig(steps=2, validate_every=1, batch_tokens=200, threads=1, metric="bleu")
+    with caplog.at_level(logging.WARNING, "fastformer"):
+        TranslationRun.create(tmp_path / "run", data, small, train).fit()
+    assert caplog.text.count("BLEU is meaningless") == (language is None)
+    record, _ = [each for each in read_metrics(tmp_path / "run") if "bleu" in each]
+    assert f"tok:{tokenizer}" in record["bleu_signature"]
     shown = [line for line in capsys.readouterr().err.splitlines() if "bleu" in line]
     assert shown
     assert all(f"({record['bleu_signature']})" in line for line in shown)

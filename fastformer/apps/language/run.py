@@ -40,6 +40,7 @@ from fastformer.apps.text.batches import Pieces, cut_documents, divide_by_tokens
 from fastformer.apps.text.encoding import describe_unknown
 from fastformer.apps.text.tokenizer import UNK
 from fastformer.apps.train import TrainConfig, Validation
+from fastformer.apps.train.progress import readable
 from fastformer.apps.train.validation import to_perplexity
 from fastformer.host.devices import device_of
 from fastformer.settings import check_value
@@ -261,9 +262,9 @@ class Perplexity:
 
     def __str__(self) -> str:
         unknown = describe_unknown(self.unknown)
-        text = f"perplexity {self.per_token:.2f} per token ({self.tokens:,} predicted, <eos> counted{unknown})"
+        text = f"perplexity {readable(self.per_token)} per token ({self.tokens:,} predicted, <eos> counted{unknown})"
         if self.tokens != self.words:
-            text += f"; {self.per_word:.2f} per word ({self.words:,} words, one <eos> a line counted)"
+            text += f"; {readable(self.per_word)} per word ({self.words:,} words, one <eos> a line counted)"
         return text
 
 

@@ -98,6 +98,10 @@ def describe(record: dict[str, Any]) -> str:
             values.append(f"lr {value:.2e}")
         elif name not in _NOT_SHOWN and isinstance(value, float):
             signature = record.get(f"{name}_signature")
-            number = f"{value:.4g}" if abs(value) < 1 else f"{value:.2f}"
-            values.append(f"{name} {number}" + (f" ({signature})" if signature else ""))
+            values.append(f"{name} {readable(value)}" + (f" ({signature})" if signature else ""))
     return "  ".join(values)
+
+
+def readable(value: float) -> str:
+    """Return a number with two decimals, or four digits if it is small, or large as the perplexity of a long word."""
+    return f"{value:.2f}" if 1 <= abs(value) < 1e6 else f"{value:.4g}"

@@ -13,6 +13,7 @@ from fastformer.apps.language.model import CLASSICAL, LanguageConfig, LanguageMo
 from fastformer.apps.language.run import (
     LanguageDataConfig,
     LanguageRun,
+    Perplexity,
     evaluate_text,
     load_generator,
     perplexity,
@@ -148,6 +149,9 @@ def test_subwords_have_a_perplexity_per_word(tmp_path: Path, data: LanguageDataC
     assert found.words == corpus.words < found.tokens
     assert found.per_word == pytest.approx(math.exp(found.nats / corpus.words))
     assert "per word" in str(found)
+    lines_without_spaces = str(Perplexity(nats=2200.0, tokens=1000, words=20, unknown=0))
+    assert lines_without_spaces.startswith("perplexity 9.03 per token (1,000 predicted")
+    assert "; 5.921e+47 per word" in lines_without_spaces
 
 
 def test_a_file_without_held_out_text_is_split(tmp_path: Path, data: LanguageDataConfig) -> None:

@@ -142,6 +142,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (folder / "text.tsv").write_text("\n".join(LINES) + "\n")
     out = succeed(*TRAIN.split(), "--steps", "30", "--run", "run", cwd=folder)
     assert "train: 76 texts of 3 labels\nvalid: 16 texts of 3 labels\ntest: 16 texts of 3 labels\n" in out
+    assert ", 3 labels: animal, plant, tool\n" in out  # a header line, or texts before labels, can be seen here
     assert "vocabulary 21, classes 3" in out
     return folder
 

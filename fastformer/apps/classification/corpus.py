@@ -70,8 +70,8 @@ def read_labelled(path: Path | str, labels: Sequence[str] | None = None, name: s
             raise TextError(f"{path}:{number}: no label before the tab")
         label = _to_nfc(label)
         if labels is not None and label not in known:
-            shown = ", ".join(labels) if len(labels) <= 10 else f"{', '.join(labels[:10])} and {len(labels) - 10} more"
-            raise TextError(f"{path}:{number}: label {label!r} is not among those of training: {shown}")
+            known_labels = list_labels(labels)
+            raise TextError(f"{path}:{number}: label {label!r} is not among those of training: {known_labels}")
         if text:
             labelled.append((known.get(label, label), text))
     if not labelled:
@@ -80,6 +80,11 @@ def read_labelled(path: Path | str, labels: Sequence[str] | None = None, name: s
     if len(classes) < 2:
         raise TextError(f"{path}: every text has the label {classes[0]!r}; a classifier needs two labels at least")
     return _corpus(labelled, classes, name or Path(path).name, dropped=number - len(labelled))
+
+
+def list_labels(labels: Sequence[str]) -> str:
+    """Return the labels for a message, at most ten of them."""
+    return ", ".join(labels) if len(labels) <= 10 else f"{', '.join(labels[:10])} and {len(labels) - 10} more"
 
 
 def number_texts(count: int) -> LabelledCorpus:

@@ -13,7 +13,7 @@ import torch
 from numpy.typing import NDArray
 
 from fastformer.apps.classification.classifier import Classifier, Scores, class_logits, score_logits
-from fastformer.apps.classification.corpus import LabelledCorpus, encode_texts, number_texts, read_labelled
+from fastformer.apps.classification.corpus import LabelledCorpus, encode_texts, list_labels, number_texts, read_labelled
 from fastformer.apps.classification.model import ClassifierConfig, SequenceClassifier, sequence_classification_loss
 from fastformer.apps.runs.application import Application
 from fastformer.apps.runs.automatic_settings import CHOSEN, Task
@@ -132,7 +132,7 @@ class ClassificationRun(Run):
         shortened = f", {cut:,} cut" if cut else ""
         tokens = f"{len(self.sequences):,} texts, {len(self.sequences.ids):,} tokens{unknown}{shortened}"
         arrays: list[NDArray[Any]] = [self.sequences.ids, self.sequences.offsets, train.classes]
-        return f"{tokens}, {len(train.labels):,} labels", arrays
+        return f"{tokens}, {len(train.labels):,} labels: {list_labels(train.labels)}", arrays
 
     def task(self, given: Given) -> Task:
         tokens = len(self.sequences.ids)

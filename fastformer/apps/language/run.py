@@ -151,7 +151,7 @@ class LanguageRun(Run):
         return data, read_text_corpora(data)
 
     def chosen_data(self, given: Given) -> dict[str, Any]:
-        stated = {"tokenizer", "vocabulary", "character_coverage"} & set(given["data"])
+        stated = {"tokenizer", "vocabulary", "character_coverage", "normalization"} & set(given["data"])
         if not stated and any(UNK in line.split() for line in self.corpora["train"].lines):
             return {"tokenizer": "words"}  # <unk> stands for rare words, as in WikiText: pieces would learn it
         return super().chosen_data(given)

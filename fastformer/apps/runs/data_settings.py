@@ -3,6 +3,7 @@
 from fastformer.apps.runs.application import PRETRAINED
 from fastformer.apps.settings import SET, File, FolderOrName, Settings, setting
 from fastformer.apps.text import SPLITTINGS
+from fastformer.apps.text.sentencepiece_tokenizer import NORMALIZATIONS
 from fastformer.apps.text.vocabulary import VOCABULARY
 
 LEARNED = ("bpe", "unigram", "char", "word", "words")
@@ -26,6 +27,13 @@ class VocabularyConfig(Settings):
     minimum_frequency: int = setting(1, "rarer words become <unk>", at_least=1, only={"tokenizer": "words"})
     character_coverage: float = setting(
         1.0, "share of characters sentencepiece must cover", at_least=0.98, at_most=1, only=IF_PIECES
+    )
+    normalization: str = setting(
+        "nmt_nfkc",
+        "sentencepiece's rule: nmt_nfkc turns full-width letters and punctuation, as of Chinese, into ASCII; identity "
+        "changes no character",
+        choices=NORMALIZATIONS,
+        only=IF_PIECES,
     )
     lowercase: bool = setting(False, "lower-case the text", only=IF_LEARNED)
 

@@ -5,7 +5,7 @@ import logging
 import re
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import numpy as np
 import sentencepiece
@@ -14,6 +14,8 @@ from .files import TextError, check_texts, encode_text, read_file, read_json
 from .tokenizer import BOS, EOS, MODEL_FILE, PAD, PIECES_FILE, UNK, SpecialIds, Tokenizer, json_bytes
 
 ModelType = Literal["unigram", "bpe", "char", "word"]
+Normalization = Literal["nmt_nfkc", "identity"]
+NORMALIZATIONS: tuple[Normalization, ...] = get_args(Normalization)
 # Training of unigram models is quadratic in a line, 18 s of CPU for 200,000 characters, so long lines are divided; no
 # piece crosses words. And sentencepiece cannot read a model of its own with a piece of 8,000 bytes.
 _LONG_WORD = re.compile(r"\S{1000}(?=\S)")
@@ -101,6 +103,7 @@ def train_sentencepiece(
     *,
     model_type: ModelType = "unigram",
     character_coverage: float = 1.0,
+    normalization: Normalization = "nmt_nfkc",
     special_ids: SpecialIds | None = None,
     lowercase: bool = False,
     symbols: Sequence[str] = (),
@@ -110,6 +113,9 @@ def train_sentencepiece(
     A vocabulary larger than the lines allow is reduced to the largest possible one, with a warning on the logger
     ``fastformer`` that names both sizes. The result depends on the arguments only. A word of more than 1,000
     characters counts as several. Each of the `symbols`, such as `<2de>`, is always one piece.
+
+    normalization: "nmt_nfkc" turns full-width and other compatibility characters into plain ones, in decoded text too;
+    "identity" changes no character.
 
     Raises ``ValueError`` for a special id that is not below `vocabulary_size`, and ``TextError`` if there is no text,
     `vocabulary_size` is too small for the characters to cover, or sentencepiece refuses an argument.
@@ -132,6 +138,7 @@ def train_sentencepiece(
             hard_vocab_limit=False,  # a vocabulary that is too large becomes the largest possible one
             model_type=model_type,
             character_coverage=character_coverage,
+            normalization_rule_name=normalization,
             num_threads=2,
             max_sentence_length=max(4192, longest + 1),  # sentencepiece silently skips lines beyond its default
             minloglevel=_SILENT,

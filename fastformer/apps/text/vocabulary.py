@@ -34,6 +34,7 @@ def learn_tokenizer(lines: Iterable[str], settings: Any) -> Tokenizer:
         settings.vocabulary or VOCABULARY,
         model_type=settings.tokenizer,
         character_coverage=settings.character_coverage,
+        normalization=settings.normalization,
         special_ids=special_ids,
         lowercase=settings.lowercase,
         symbols=split_symbols(getattr(settings, "symbols", None)),

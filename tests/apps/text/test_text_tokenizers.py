@@ -24,6 +24,7 @@ from fastformer.apps.text import (
     train_sentencepiece,
     word_tokenizer,
 )
+from fastformer.apps.text.vocabulary import learn_tokenizer
 from fastformer.apps.translation.run import DataConfig
 
 LINES = number_corpus("fr", 400, 1, 1)[0].target
@@ -78,6 +79,15 @@ def test_configured_special_ids_and_lower_casing_are_used_and_stored(kind, tmp_p
     assert (again.unk_id, again.pad_id, again.bos_id, again.eos_id) == (3, 12, 0, 7)
     assert again.decode(again.encode("DEUX")) == "deux"
     assert again.encode("☃")[-1] == again.unk_id
+
+
+@pytest.mark.parametrize(
+    ("normalization", "decoded"), [("identity", "待って…　ＡＢＣ！？"), ("nmt_nfkc", "待って... ABC!?")]
+)
+def test_identity_keeps_full_width_punctuation(normalization, decoded):
+    settings = DataConfig(tokenizer="char", vocabulary=20, normalization=normalization)
+    tokenizer = learn_tokenizer(["待って…　ＡＢＣ！？"] * 3, settings)
+    assert tokenizer.decode(tokenizer.encode("待って…　ＡＢＣ！？")) == decoded
 
 
 def test_special_ids_must_be_four_different_ones():

@@ -63,7 +63,7 @@ ROWS: dict[str, list[tuple[str, ...]]] = {
         ("for i in tl.range(0, whole):", "for i in tl.range(0, whole - 1):", TILES),
         ("for i in tl.range(0, count - whole,", "for i in tl.range(0, count - whole - 1,", TILES),
         ("n = tl.where(n < full_begin, n, n + whole)", "n = n + 0",
-         BACKWARD + "test_wide_heads_in_tf32[None]"),
+         BACKWARD + "test_tf32[96-None]"),
         ("rows = first_row + tl.arange(0, BLOCK_T)", "rows = tl.arange(0, BLOCK_T)",
          ATTENTION + "test_shapes_and_causality[{}-shape3-dtype0]"),
         ("real_keys = real_columns(at, first_key, last_key, key_mask_ptr, HAS_KEY_MASK)[:, None]",

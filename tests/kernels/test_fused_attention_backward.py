@@ -159,11 +159,11 @@ def test_gpus_are_classified_by_their_matrix_units_and_shared_memory():
     }
 
 
-@pytest.mark.parametrize("kind", [torch.bool, torch.float32, None], ids=str)
-def test_wide_heads_in_tf32(kind, monkeypatch):
+@pytest.mark.parametrize(("K", "kind"), [(13, None), (96, torch.bool), (96, torch.float32), (96, None)], ids=str)
+def test_tf32(K, kind, monkeypatch):
     """With masks; and without, over many tiles, each of whose scores are computed before the softmax of the last."""
     T, S = (300, 300) if kind is None else (70, 90)
-    q, k, v = (x.to(DEVICE, torch.float32).requires_grad_() for x in heads(1, 1, T, S, 96))
+    q, k, v = (x.to(DEVICE, torch.float32).requires_grad_() for x in heads(1, 1, T, S, K))
     given = {"causal": True} if kind is None else masks(kind)
     rules = {name: x.to(DEVICE) if isinstance(x, Tensor) else x for name, x in given.items()}
     monkeypatch.setattr("fastformer_kernels.attention.problem.precision", lambda x: "tf32")

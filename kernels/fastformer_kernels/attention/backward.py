@@ -297,8 +297,9 @@ def backward(
     features = ["heavy"] * (dweights is not None)
     row = (q.shape[-1] + v.shape[-1]) * q.element_size()  # bytes of one of q and dout, and one of k and v
     with guard(q):
-        # In exact fp32, the kernel of dQ has no registers left for delta.
-        own_delta = wants_q and not is_exact(wide)
+        # In fp32, the kernel of dQ has no registers left for delta; and its multiply-adds round the products of a row
+        # (see `_attention_delta`), which are exact in 16 bits.
+        own_delta = wants_q and q.dtype != torch.float32
         if not own_delta:
             launch_delta(delta, out_view, dout_view, added, align, problem, q)
         if wants_q:

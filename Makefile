@@ -74,7 +74,7 @@ triton-%:  ## the kernels with another Triton, such as triton-3.6.0
 	$(PYTHON) -m pip install -q --no-deps --target .triton/$* triton==$*
 	PYTHONPATH=.triton/$* OMP_NUM_THREADS=1 $(PYTHON) -m pytest --durations=3 tests/kernels/test_fused_attention.py \
 	  tests/kernels/test_fused_norms.py tests/kernels/test_fused_feed_forward.py tests/kernels/test_fused_linear_cross_entropy.py \
-	  tests/kernels/test_plan.py -k "shapes or rules or packed or decoding or values or options or launches"
+	  tests/kernels/test_fused_embedding.py tests/kernels/test_plan.py -k "shapes or rules or packed or decoding or values or options or launches"
 	PYTHONPATH=.triton/$* OMP_NUM_THREADS=1 $(PYTHON) -m benchmarks.codegen --arch 90 --only " light" --jobs 1 | tail -n 60
 
 # The limits with another assembler than the one in Triton's wheel: that one's faults and luck are not all there is.

@@ -89,14 +89,14 @@ def embedding_backward_kernel(
     """Add up the gradients of one id's tokens, from an index of the sorted tokens to the end of the id or the piece.
 
     A piece is PIECE sorted tokens, so that no program takes long for a frequent id. The program of an index works if
-    the id or a piece begins there. The sum of an id that ends in the piece in which it begins is written to dweight.
-    For other ids, piece p writes row 2 p of the partial sums for the id that began before it, and row 2 p + 1 for the
-    id that begins in it.
+    the id or a piece begins there, and the id is a row of the matrix. The sum of an id that ends in the piece in which
+    it begins is written to dweight. For other ids, piece p writes row 2 p of the partial sums for the id that began
+    before it, and row 2 p + 1 for the id that begins in it.
     """
     first = tl.program_id(0)
     word = tl.load(words_ptr + first)
     begins = (first == 0) | (tl.load(words_ptr + tl.maximum(first - 1, 0)) != word)
-    if begins | (first % PIECE == 0):
+    if (begins | (first % PIECE == 0)) & (word >= 0) & (word < V):
         word_end = tl.load(ends_ptr + first)
         piece_end = (first // PIECE + 1) * PIECE
         end = tl.minimum(word_end, piece_end)
@@ -114,8 +114,7 @@ def embedding_backward_kernel(
             total += dout
         row = sum_rows(total, dout_ptr.dtype.element_ty) * factor
         if begins & (word_end <= piece_end):
-            inside_matrix = (word >= 0) & (word < V)
-            tl.store(dweight_ptr + word.to(tl.int64) * N + columns, row, mask=(columns < N) & inside_matrix)
+            tl.store(dweight_ptr + word.to(tl.int64) * N + columns, row, mask=columns < N)
         else:
             partial = 2 * (first // PIECE) + begins.to(tl.int32)
             tl.store(partials_ptr + partial.to(tl.int64) * N + columns, row, mask=columns < N)
@@ -130,7 +129,7 @@ def embedding_join_kernel(
     first, last = piece * PIECE, (piece + 1) * PIECE - 1
     word, word_end = tl.load(words_ptr + last), tl.load(ends_ptr + last)
     begins = (first == 0) | (tl.load(words_ptr + tl.maximum(first - 1, 0)) != word)
-    if begins & (word_end > last + 1):
+    if begins & (word_end > last + 1) & (word >= 0) & (word < V):
         columns = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
         partial_ptr = partials_ptr + (2 * piece + 1).to(tl.int64) * N + columns
         total = tl.load(partial_ptr, mask=columns < N, other=0.0)
@@ -138,8 +137,7 @@ def embedding_join_kernel(
         for _ in range(piece + 1, (word_end + PIECE - 1) // PIECE):
             total += tl.load(partial_ptr, mask=columns < N, other=0.0)
             partial_ptr += 2 * N
-        inside_matrix = (word >= 0) & (word < V)
-        tl.store(dweight_ptr + word.to(tl.int64) * N + columns, total, mask=(columns < N) & inside_matrix)
+        tl.store(dweight_ptr + word.to(tl.int64) * N + columns, total, mask=columns < N)
 
 
 def tile(N: int) -> dict[str, int]:

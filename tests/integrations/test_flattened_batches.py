@@ -12,7 +12,7 @@ from transformers import DataCollatorWithFlattening, StaticCache
 from fastformer.integrations.transformers import padding_free
 from tests.integrations import survey
 from tests.integrations.small_configs import LENGTH, VOCABULARY, build
-from tests.integrations.tiny_transformers import ROUNDINGS, assert_same, fast, outcome, tiny
+from tests.integrations.tiny_transformers import CACHE, ROUNDINGS, assert_same, fast, outcome, tiny
 from tests.support.closeness import assert_close
 
 LENGTHS = (4, 1, 3, 2)
@@ -69,10 +69,10 @@ def test_flattened_batches_that_cannot_be_separated_raise(name):
 
 def test_flattened_batches_with_a_filled_or_static_cache_raise():
     model = tiny("llama")
-    filled = model(input_ids=torch.ones(1, 2, dtype=torch.long)).past_key_values
+    filled = model(input_ids=torch.ones(1, 2, dtype=torch.long))[CACHE]
     for cache in (filled, StaticCache(model.config, max_cache_len=16)):
         with pytest.raises(ValueError, match="use_cache=False"):
-            model(**collated(), past_key_values=cache)
+            model(**collated(), **{CACHE: cache})
 
 
 def test_position_ids_beside_a_padding_mask_are_positions():

@@ -16,6 +16,7 @@ from tests.integrations.small_configs import LENGTH, VOCABULARY, build
 from tests.integrations.test_packed import reasons
 from tests.integrations.tiny_transformers import (
     BY_NAME,
+    CACHE,
     CAUSAL,
     GENERATING,
     MODELS,
@@ -73,7 +74,7 @@ def test_a_sequence_in_pieces(name, kind, way, packed_calls):
             for end in (4, 7, 8, 9):
                 result = model(
                     inputs["input_ids"][:, start:end], attention_mask=inputs["attention_mask"][:, :end],
-                    past_key_values=cache, position_ids=torch.arange(start, end).expand(3, -1), use_cache=True,
+                    **{CACHE: cache}, position_ids=torch.arange(start, end).expand(3, -1), use_cache=True,
                 )  # fmt: skip
                 logits.append(result.logits)
                 start = end
@@ -138,14 +139,14 @@ def test_compiled_decoding_traces_once():
     real = inputs["attention_mask"]
     with torch.no_grad():
         for (each, _), cache in zip(models, caches, strict=True):
-            each(inputs["input_ids"], attention_mask=real, past_key_values=cache)
+            each(inputs["input_ids"], attention_mask=real, **{CACHE: cache})
         for position in range(LENGTH, length):
             real = torch.cat([real, real.new_ones(3, 1)], 1)
             ids, positions = torch.randint(3, VOCABULARY, (3, 1)), torch.full((3, 1), position)
             results = []
             for (each, step), cache in zip(models, caches, strict=True):
                 mask = create_masks_for_generate(each.config, torch.empty(3, 1, 0), real, cache, positions)
-                result = step(ids, attention_mask=mask, past_key_values=cache, position_ids=positions)
+                result = step(ids, attention_mask=mask, **{CACHE: cache}, position_ids=positions)
                 results.append(result.logits)
             assert_close(results[1], results[0], ROUNDINGS)
     assert graphs.frame_count == 1

@@ -15,6 +15,7 @@ from fastformer.integrations.transformers import entry, padding_free
 from fastformer.nn.inspection import TOKEN_WISE
 from tests.integrations.small_configs import LENGTH, VOCABULARY, build, small
 from tests.integrations.tiny_transformers import (
+    CACHE,
     GENERATING,
     MODELS,
     PAIRS,
@@ -162,9 +163,9 @@ def test_a_cache_holds_what_eager_gives_it(name, given, packed_calls):
     for model in both_ways(name):
         cache = DynamicCache(config=model.config)
         if given:
-            inputs["past_key_values"] = EncoderDecoderCache(cache, DynamicCache()) if of_pairs else cache
-        caches.append(model(**inputs, use_cache=True).past_key_values)
-        assert not given or caches[-1] is inputs["past_key_values"]
+            inputs[CACHE] = EncoderDecoderCache(cache, DynamicCache()) if of_pairs else cache
+        caches.append(model(**inputs, use_cache=True)[CACHE])
+        assert not given or caches[-1] is inputs[CACHE]
     assert len(packed_calls) == attentions(name)
     real = inputs["decoder_attention_mask" if of_pairs else "attention_mask"].bool()
     parts = [caches]
@@ -189,7 +190,7 @@ class Halving(DynamicCache):
 def test_caches_of_other_classes_run_padded(packed_calls):
     inputs = batch("llama", "left")
     ids, mask = inputs["input_ids"], inputs["attention_mask"]
-    assert_same_logits("llama", mask, lambda model: {"input_ids": ids, "past_key_values": Halving()})
+    assert_same_logits("llama", mask, lambda model: {"input_ids": ids, CACHE: Halving()})
     assert not packed_calls
 
 
@@ -198,9 +199,9 @@ def test_a_memory_kept_from_another_target_runs_padded(name, packed_calls):
     inputs, results = pairs(name, "right"), []
     inputs["decoder_input_ids"] = inputs.pop("labels").clamp(min=0)
     for model in both_ways(name):
-        kept = model(**inputs).past_key_values.cross_attention_cache
+        kept = model(**inputs)[CACHE].cross_attention_cache
         packed_calls.clear()
-        logits = model(**inputs, past_key_values=EncoderDecoderCache(DynamicCache(), kept)).logits
+        logits = model(**inputs, **{CACHE: EncoderDecoderCache(DynamicCache(), kept)}).logits
         results.append(logits[inputs["decoder_attention_mask"].bool()])
     assert_close(results[1], results[0], ROUNDINGS)
     assert len(packed_calls) == 2  # of the encoder

@@ -1,10 +1,12 @@
 """Small models of Hugging Face transformers with heads, eager and on fastformer's attention, and padded batches."""
 
+from inspect import signature
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, AutoModelForMaskedLM, AutoModelForSeq2SeqLM, PreTrainedModel
+from transformers.modeling_outputs import BaseModelOutputWithPast
 from transformers.utils import logging
 
 from fastformer.integrations.transformers import padding_free
@@ -12,6 +14,8 @@ from tests.integrations.small_configs import LENGTH, TARGETS, VOCABULARY, build,
 from tests.support.closeness import assert_close
 
 logging.set_verbosity_error()
+
+CACHE = "cache" if "cache" in signature(BaseModelOutputWithPast).parameters else "past_key_values"  # since 5.24
 
 BIDIRECTIONAL, DECODERS, PAIRS = AutoModelForMaskedLM, AutoModelForCausalLM, AutoModelForSeq2SeqLM
 MODELS: dict[str, Any] = {

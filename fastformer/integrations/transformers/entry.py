@@ -33,6 +33,7 @@ KNOWN = {
     "attention_mask", "encoder_hidden_states", "encoder_attention_mask", "cache_position", "num_items_in_batch",
     "position_ids", "labels",
 }  # fmt: skip
+CACHE_NAMES = ("cache", "past_key_values")  # the argument and the output; the second before transformers 5.24
 _MOST_WASTED = 1 << 22  # padded tokens * D^2 whose products take as long as packing, measured on a CPU
 _TOKEN_WISE = (nn.Embedding, Conv1D)  # beside the classes that `mixing_reason` knows; Conv1D is GPT-2's linear map
 _CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.Sequential, nn.ParameterList, nn.ParameterDict)
@@ -201,8 +202,8 @@ def _read_positions(model: Any, arguments: dict[str, Any]) -> Packed | Tensor | 
         _refuse(model, "its class was not tested for that")
     if arguments.get("encoder_hidden_states") is not None:
         _refuse(model, "it attends to an encoder's states too")
-    if not _is_empty(arguments.get("past_key_values")):
-        _refuse(model, "its cache holds tokens or has a fixed length; pass use_cache=False and no past_key_values")
+    if not _is_empty(_cache_in(arguments)):
+        _refuse(model, "its cache holds tokens or has a fixed length; pass use_cache=False and no cache")
     states = next((x for x in map(arguments.get, ("input_ids", "inputs_embeds")) if isinstance(x, Tensor)), ids)
     arguments["attention_mask"] = ids.new_ones(len(states), ids.shape[1])
     numbers = numbers + ids.shape[1] * torch.arange(len(states), device=ids.device)[:, None]
@@ -223,7 +224,7 @@ def _read_padding(model: Any, arguments: dict[str, Any]) -> Packed | None:
     states = arguments.get("inputs_embeds") if ids is None else ids
     if not isinstance(mask, Tensor) or not isinstance(states, Tensor) or not (has_values(mask) and has_values(states)):
         return None
-    if mask.dim() != 2 or states.shape[:2] != mask.shape or not _is_empty(arguments.get("past_key_values")):
+    if mask.dim() != 2 or states.shape[:2] != mask.shape or not _is_empty(_cache_in(arguments)):
         return None
     tensors = {name for name, x in arguments.items() if isinstance(x, Tensor) and x.dim()}
     outputs = "output_attentions", "output_router_logits"
@@ -268,12 +269,13 @@ def _run(model: Any, inner: Any, names: tuple[str, ...], batch: Packed) -> Any:
     cache = _cache_to_fill(model, arguments, names)
     if cache is not None:
         has_memory = isinstance(cache, EncoderDecoderCache)
-        row["past_key_values"] = EncoderDecoderCache(DynamicCache(), DynamicCache()) if has_memory else DynamicCache()
+        name = next(name for name in (*arguments, *names) if name in CACHE_NAMES)
+        row[name] = EncoderDecoderCache(DynamicCache(), DynamicCache()) if has_memory else DynamicCache()
     output = _inside(batch, inner, **row)
     for name, x in output.items():
         if name == "pooler_output" and x is not None:
             output[name] = _pooled(model, output[0])
-        elif name == "past_key_values" and x is not None:
+        elif name in CACHE_NAMES and x is not None:
             output[name] = _fill(cache, x, rows, batch.memory)
         else:
             output[name] = _padded(x, rows)
@@ -328,6 +330,11 @@ def _pooled(model: Any, hidden: Tensor) -> Tensor:
     return model.pooler_activation(pooler(hidden[:, 0])) if is_linear else pooler(hidden)  # type: ignore[no-any-return]
 
 
+def _cache_in(arguments: dict[str, Any]) -> Any:
+    """Return the cache in the arguments of a forward, or None."""
+    return next((arguments[name] for name in CACHE_NAMES if arguments.get(name) is not None), None)
+
+
 def _is_empty(cache: Any) -> bool:
     """Return whether a cache is None or an empty `DynamicCache`."""
     if type(cache) is EncoderDecoderCache:
@@ -337,9 +344,9 @@ def _is_empty(cache: Any) -> bool:
 
 def _cache_to_fill(model: Any, arguments: dict[str, Any], names: tuple[str, ...]) -> Any:
     """Return the cache that gets the keys and values, or None if the model may make one."""
-    cache, use_cache = arguments.get("past_key_values"), arguments.get("use_cache")
+    cache, use_cache = _cache_in(arguments), arguments.get("use_cache")
     use_cache = getattr(model.config, "use_cache", False) if use_cache is None else use_cache
-    if cache is None and use_cache and "past_key_values" in names:
+    if cache is None and use_cache and any(name in names for name in CACHE_NAMES):
         new = DynamicCache(config=model.config)
         if any(type(layer) is not DynamicLayer for layer in new.layers):  # layers that keep a window only
             return new if arguments.get("encoder_hidden_states") is None else EncoderDecoderCache(new, DynamicCache())

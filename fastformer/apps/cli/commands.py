@@ -210,12 +210,14 @@ def info(run: Annotated[Path | None, typer.Option(help="run folder to describe, 
     lines += [f"with backend auto, a float32 tensor on {device} takes", *_ops("auto", device)]
     if run is not None:
         application = application_of(read_kind(run))
-        described = describe_model(application.network, application.model(**application.read_config(run)["model"]))
+        settings = application.read_config(run)
+        described = describe_model(application.network, application.model(**settings["model"]))
         checkpoints = CheckpointFolder(run / "checkpoints")
         best, last = (path.name if path else "none" for path in (checkpoints.best(), checkpoints.last()))
-        value = "" if checkpoints.best() is None else f" (value {checkpoints.best_value()})"
+        value = checkpoints.best_value()
+        score = "" if value is None else f" ({settings['train'].get('metric', 'loss')} {value:.4g})"
         lines.append(f"{run}: {application.title} run, {described}")
-        lines.append(f"  checkpoints: best {best}{value}, last {last}")
+        lines.append(f"  checkpoints: best {best}{score}, last {last}")
     console.print("\n".join(lines))
 
 

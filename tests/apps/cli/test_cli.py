@@ -57,7 +57,7 @@ def test_a_translation_model_is_trained_described_and_evaluated(tmp_path: Path) 
     assert (tmp_path / "run" / "history.png").stat().st_size > 1000
     described = fastformer("info", "--run", "run", cwd=tmp_path).stdout
     assert "run: translation run, " in described
-    assert "checkpoints: best step-" in described
+    assert re.search(r"checkpoints: best step-\d+ \(loss \d+\.\d+\), last step-", described)
     for tokenizer, options in (("13a", ""), ("char", "--bleu-tokenizer char")):
         out = succeed(*f"evaluate --run run --beam 1 --max-length 5 {options}".split(), cwd=tmp_path)
         assert re.search(rf"BLEU \d+\.\d+ \(nrefs:1\|case:mixed\|.*tok:{tokenizer}", out)

@@ -41,8 +41,8 @@ def set_backend(name: Backend) -> None:
     """Choose the implementation for the whole process.
 
     Args:
-        name: "auto" takes a fused kernel where one applies and the reference elsewhere; "triton" raises where no
-            fused kernel applies; "reference" is plain PyTorch.
+        name: "auto" takes a fused kernel where one applies, torch's SDPA for attention calls that it computes faster,
+            and the reference elsewhere; "triton" raises where no fused kernel applies; "reference" is plain PyTorch.
 
     Raises:
         ValueError: name is none of these.

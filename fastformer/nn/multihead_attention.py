@@ -29,7 +29,7 @@ _OPTIONS = {"_kv_heads", "window", "softcap", "rotary", "position_bias", "sinks"
 class MultiheadAttention(Projections):
     """torch.nn.MultiheadAttention on `fastformer.functional.attention` (Vaswani et al. 2017, section 3.2.2).
 
-    Constructor, parameters, masks and exceptions are torch's: in masks, True = ignore. One deliberate difference: a
+    Constructor, parameters, masks and exceptions are torch's: in masks, True = ignore. `is_causal` needs no mask. A
     query that may attend to nothing gives the output bias alone (attention 0, gradient 0), where torch gives NaN.
 
     Additional keywords, those of `AttentionOptions`, change the formula; without them it is torch's.

@@ -61,6 +61,9 @@ def feed_forward(
         dropout_p: dropout of the hidden activations; applied whenever it is not 0.
         recompute: save x alone for backward, which then computes one more matrix product.
 
+    Returns:
+        `[..., Dout]`, of x's dtype, or of autocast's dtype under autocast.
+
     Raises:
         ValueError: an argument does not fit.
     """

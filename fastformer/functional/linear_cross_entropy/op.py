@@ -41,6 +41,9 @@ def linear_cross_entropy(
         bias: `[V]`, or None.
         ignore_index, label_smoothing, reduction: as in `F.cross_entropy`.
 
+    Returns:
+        The loss, a scalar; with reduction "none" that of each row, of target's shape. fp32 for x in 16 bits.
+
     Raises:
         ValueError, TypeError: an argument does not fit.
         IndexError: a target on the CPU is neither a class nor ignore_index.

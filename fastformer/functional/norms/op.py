@@ -41,6 +41,9 @@ def layer_norm(
         eps: added to the variance.
         dtype: of the result, which is rounded once; None: as in torch.
 
+    Returns:
+        Of the shape of x.
+
     Raises:
         fastformer.host.devices.DeviceError: a tensor is on another device than x, as in every op.
     """

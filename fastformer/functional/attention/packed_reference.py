@@ -151,10 +151,15 @@ def packed_attention(
     if plan.rows is None:
         group = plan.groups[0]
         forms = ((q, group.queries), (k, group.keys), (v, group.keys))
-        q, k, v = (x.view(group.sequences, length, *x.shape[1:]).permute(2, 0, 1, 3) for x, length in forms)
-        out = _attend(q, k, v, group, same, rules).permute(1, 2, 0, 3)
-        # A copy, as for other batches: callers may view the output, and change it in place.
-        return out.clone(memory_format=torch.contiguous_format).flatten(0, 1)
+        q, k, v = (x.view(group.sequences, length, *x.shape[1:]).transpose(1, 2) for x, length in forms)
+        if _trains_bias(rules):
+            heads = q.transpose(0, 1), k.transpose(0, 1), v.transpose(0, 1)
+            out = _attend(*heads, group, same, rules).transpose(0, 1)
+        else:  # SDPA reads the heads in place: 1.0 to 1.6 times as fast as `_attend`, up to 64 tokens, one core
+            out = attention_over_zeros(q, k, v, rules)
+        out = out.transpose(1, 2)
+        # A copy of what backward reads: callers may view the output, and change it in place.
+        return (out.clone(memory_format=torch.contiguous_format) if out.requires_grad else out).flatten(0, 1)
     rows, key_rows = plan.rows
     q, k, v = rows.spread_heads(q), key_rows.spread_heads(k), key_rows.spread_heads(v)
     of_queries = q.split_with_sizes([H * group.sequences * group.queries for group in plan.groups])
@@ -168,11 +173,13 @@ def packed_attention(
     return rows.gather(out).view(tokens, H, Kv)
 
 
+def _trains_bias(rules: AttentionRules) -> bool:
+    return rules.distance_bias is not None and rules.distance_bias.requires_grad and torch.is_grad_enabled()
+
+
 def _is_short(T: int, S: int, rules: AttentionRules) -> bool:
     """Return whether matrix products and softmax are faster than SDPA."""
-    bias = rules.distance_bias
-    trained = bias is not None and bias.requires_grad and torch.is_grad_enabled()
-    return max(T, S) <= (_SHORT_TRAINED if trained else _SHORT)
+    return max(T, S) <= (_SHORT_TRAINED if _trains_bias(rules) else _SHORT)
 
 
 def _attends_one_by_one(q: Tensor, layout: Layout, key_layout: Layout, rules: AttentionRules) -> bool:

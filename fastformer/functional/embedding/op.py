@@ -60,18 +60,28 @@ def embedding(
         return f"embedding takes a table of float32, float16 or bfloat16, not {table.dtype}"
 
     if not runs_fused("embedding", weight, limit):
-        return drop(plain(weight, table), dropout_p)
+        try:
+            return drop(plain(weight, table), dropout_p)
+        except IndexError:  # torch checks each index as it reads it: a check beforehand took 4 us a call
+            _check_ranges(ids, weight, table, positions)
+            raise
+    _check_ranges(ids, weight, table, positions)
     seed = dropout_seed(weight) if dropout_p > 0.0 else None
     return call(_Embedding, weight, table, ids, positions, seed, scale, dropout_p, eager_formula(plain))  # type: ignore[no-any-return]
 
 
+def _check_ranges(ids: Tensor, weight: Tensor, table: Tensor | None, positions: Tensor | None) -> None:
+    """Raise unless ids and positions are rows of the matrices; checked on the CPU only, where no check waits."""
+    check_range("ids", ids, weight.shape[0] - 1, ", the last row of weight", IndexError)
+    if table is not None and positions is not None:
+        check_range("positions", positions, table.shape[0] - 1, ", the last row of table", IndexError)
+
+
 def _check_indices(name: str, indices: Tensor, matrix_name: str, matrix: Tensor) -> None:
-    """Raise unless indices are rows of a matrix; values are checked on the CPU only, where no check waits."""
     if indices.dtype != torch.int64:
         raise TypeError(f"{name} must be int64, not {indices.dtype}")
     if matrix.dim() != 2:
         raise ValueError(f"{matrix_name} must have two dimensions, not shape {list(matrix.shape)}")
-    check_range(name, indices, matrix.shape[0] - 1, f", the last row of {matrix_name}", IndexError)
 
 
 def _check(ids: Tensor, weight: Tensor, table: Tensor | None, positions: Tensor | None) -> None:

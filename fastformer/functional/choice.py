@@ -171,7 +171,7 @@ def runs_fused(
 
 
 def is_torchs(x: Tensor, weight: Tensor | None, bias: Tensor | None = None) -> bool:
-    """Return whether a norm can call torch's op at once: plain tensors of one dtype on a CPU.
+    """Return whether an op can call torch's at once: plain tensors of one dtype on a CPU.
 
     This takes 0.5 us, all other checks 1.6. torch.nn.LayerNorm of 14 tokens takes 6.5 us, 0.7 of them in the Python
     function around torch's op, which the caller leaves out.

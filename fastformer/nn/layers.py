@@ -20,6 +20,7 @@ from fastformer.host.devices import autocasts, check_types, product_dtype
 from fastformer.nn.activations import as_function, is_gated
 from fastformer.nn.inspection import is_unmodified, unmodified_children
 from fastformer.nn.modules import (
+    ATTENTION_MASK,
     KEY_PADDING,
     NORMS,
     activation_name,
@@ -27,6 +28,7 @@ from fastformer.nn.modules import (
     make_norm,
     runs_as_torch,
     take_over_children,
+    torch_takes_mask,
     torch_takes_padding,
 )
 from fastformer.nn.multihead_attention import MultiheadAttention
@@ -291,9 +293,11 @@ class TransformerEncoderLayer(_Layer, nn.TransformerEncoderLayer):
             return run(self, src)  # type: ignore[no-any-return]
         check_types(("src",), src)
         check_types(("src_mask", "src_key_padding_mask"), src_mask, src_key_padding_mask, optional=True)
-        no_mask = src_mask is None and not is_causal
-        if no_mask and runs_as_torch(src) and torch_takes_padding(src, src_key_padding_mask):
-            out = self._run_torchs_op(src, src_key_padding_mask)
+        padding, is_masked = src_key_padding_mask, src_mask is not None
+        if not is_causal and not (is_masked and padding is not None) and runs_as_torch(src):
+            mask, kind = (src_mask, ATTENTION_MASK) if is_masked else (padding, KEY_PADDING)
+            fits = torch_takes_mask(src, mask) if is_masked else torch_takes_padding(src, mask)
+            out = self._run_torchs_op(src, mask, kind) if fits else None
             if out is not None:
                 return out
         if not self.runs_packed or src.is_nested or not is_unmodified(self.self_attn, MultiheadAttention):
@@ -301,7 +305,7 @@ class TransformerEncoderLayer(_Layer, nn.TransformerEncoderLayer):
         masks = (Masks(src_mask, src_key_padding_mask, is_causal),)
         return self.compose(src, *self.padded_attentions(None, masks))
 
-    def _run_torchs_op(self, src: Tensor, padding: Tensor | None) -> Tensor | None:
+    def _run_torchs_op(self, src: Tensor, mask: Tensor | None, kind: int) -> Tensor | None:
         """Run torch's op for a whole layer on few tokens `[B, S, D]`; return None if it does not compute this layer."""
         attention, activation, modules = self.self_attn, self.activation_relu_or_gelu, self._modules
         if src.dim() != 3 or not activation or not attention.batch_first or attention.num_heads % 2:
@@ -314,7 +318,7 @@ class TransformerEncoderLayer(_Layer, nn.TransformerEncoderLayer):
         if any(type(x) is not nn.Parameter or x.dtype is not src.dtype for x in (*own, *others)):
             return None
         settings = activation == 2, self.norm_first, norms[0].eps
-        arguments: Any = (attention.embed_dim, attention.num_heads, *own, *settings, *others, padding, KEY_PADDING)
+        arguments: Any = (attention.embed_dim, attention.num_heads, *own, *settings, *others, mask, kind)
         return torch._transformer_encoder_layer_fwd(src, *arguments)
 
 

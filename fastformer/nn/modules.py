@@ -79,11 +79,10 @@ def torch_takes_mask(x: Tensor, mask: Any) -> bool:
 
     They do for a bool mask `[L, L]` that shows each query a key, and few scores.
     """
-    if x.dim() != 3:
+    if x.dim() != 3 or type(mask) is not Tensor or mask.dtype != torch.bool or not mask.is_cpu:
         return False
     B, L, _ = x.shape
-    fits = type(mask) is Tensor and mask.dtype == torch.bool and mask.is_cpu and mask.shape == (L, L)
-    return fits and B * L**2 <= _FEW_SCORES and int(mask.sum(1).max()) < L
+    return mask.shape == (L, L) and B * L**2 <= _FEW_SCORES and int(mask.sum(1).max()) < L
 
 
 def take_over_children(module: nn.Module) -> None:

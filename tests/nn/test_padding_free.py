@@ -328,6 +328,27 @@ def test_few_tokens_in_inference_run_by_torchs_ops(kind, mask, monkeypatch, few_
         FEW[kind](model, random(B, T, D).detach(), hidden, MASKS[mask]())
 
 
+@pytest.mark.parametrize(
+    ("kind", "call"),
+    [
+        ("MultiheadAttention", lambda model, x, mask: model(x, x, x, attn_mask=mask, need_weights=False)[0]),
+        ("MultiheadAttention", lambda model, x, mask: torch.cat(model(x, x, x, attn_mask=mask), -1)),
+        ("TransformerEncoderLayer", lambda model, x, mask: model(x, mask)),
+    ],
+    ids=["attention", "weights", "layer"],
+)
+def test_few_tokens_with_a_bool_mask_in_inference_run_by_torchs_ops(kind, call, monkeypatch):
+    """If each query sees a key."""
+    model, x = few_model(kind), random(B, T, D).detach()
+    mask = torch.ones(T, T).triu(1).bool()
+    expected, blind = call(model, x, mask).detach(), mask.index_fill(0, torch.tensor(1), True)
+    with torch.no_grad():
+        assert call(model, x, blind).isfinite().all()
+        for name in ("attention", "attention_with_weights"):
+            monkeypatch.delattr(functional, name)
+        assert_close(call(model, x, mask), expected)
+
+
 @pytest.mark.parametrize("kind", FEW)
 def test_few_tokens_with_a_sequence_of_padding_alone_are_finite(kind):
     with torch.no_grad():

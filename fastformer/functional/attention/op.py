@@ -80,10 +80,9 @@ def attention(
         ValueError, TypeError: an argument does not fit, before anything runs.
         fastformer.backend.BackendError: backend "triton" was requested and cannot run this call.
     """
-    no_masks = mask is None and window is None and query_lengths is None and key_lengths is None and key_mask is None
-    no_options = softcap is None and scale is None and distance_bias is None and sinks is None and not dropout_p
-    if no_masks and no_options and alignment == "top_left" and is_torchs(q, k, v):
-        if q.dim() == 4 and q.shape == k.shape == v.shape and q.numel():
+    if is_torchs(q, k, v) and q.dim() == 4 and q.shape == k.shape == v.shape and q.numel():
+        others = mask, window, query_lengths, key_lengths, key_mask, softcap, scale, distance_bias, sinks
+        if alignment == "top_left" and not dropout_p and all(x is None for x in others):
             return F.scaled_dot_product_attention(q, k, v, is_causal=causal)  # the checks below take 6 us
     limits = mask, causal, alignment, window, query_lengths, key_lengths, key_mask
     rules = AttentionRules(*limits, softcap, dropout_p, scale, distance_bias, sinks)

@@ -271,7 +271,7 @@ class MultiheadAttention(Projections):
             causal: the last query sees all keys, each query before it one key less. Must be True with `by_distance`.
             key_lengths, query_lengths, mask: as of the op.
         """
-        rules = self.rules(k.shape[2], q.device)
+        rules = self.rules(max(q.shape[1], k.shape[2]), q.device)  # padding may make q longer than k
         if causal:
             rules |= {"causal": True, "alignment": "bottom_right", "query_lengths": query_lengths}
         out = functional.attention(q.transpose(1, 2), k, v, mask, key_lengths=key_lengths, **rules)

@@ -266,7 +266,13 @@ def test_batches_without_tokens_and_masks_over_more_columns_than_tokens(name, le
     for mask in (None, torch.randn(L, L)):
         expected = stack(x, mask, padding, padding_free=False).masked_fill(padding[..., None], 0)
         torch.testing.assert_close(stack(x, mask, padding), expected)
-    assert stack.step(x, stack.new_cache(B), torch.tensor(lengths)).shape == x.shape
+    whole, cache = stack(x, ahead(L), is_causal=True), stack.new_cache(B)
+    for turn in range(2):  # steps with more columns than all tokens that a row has read
+        tokens = torch.stack([row.roll(-turn * n, 0) for row, n in zip(x, lengths, strict=True)])
+        out = stack.step(tokens, cache, torch.tensor(lengths))
+        for b, n in enumerate(lengths):
+            torch.testing.assert_close(out[b, :n], whole[b, turn * n : (turn + 1) * n])
+            assert not out[b, n:].any()
 
 
 def test_tables_are_those_of_the_paper():

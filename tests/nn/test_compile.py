@@ -96,6 +96,15 @@ def test_each_choice_of_arguments_is_one_graph(compilations):
     assert len(compilations()) == 3, compilations()
 
 
+def test_masks_may_first_be_given_where_sizes_are_symbolic():
+    module = fastformer.MultiheadAttention(8, 2, batch_first=True)
+    compiled = torch.compile(module, fullgraph=True, backend="eager")
+    for i, (B, L) in enumerate(SHAPES[:3]):
+        x = torch.randn(B, L, 8)
+        masks = {"attn_mask": ahead(L), "key_padding_mask": padding(B, L)} if i == 2 else {}
+        assert_same(compiled(x, x, x, **masks), module(x, x, x, **masks), [])
+
+
 def test_sizes_of_one_are_graphs_of_their_own(compilations):
     case = CASES["MultiheadAttention"]
     module, _ = case.pair()

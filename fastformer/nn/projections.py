@@ -221,9 +221,8 @@ def _as_heads(x: Tensor, heads: int) -> Tensor:
 
 
 def _is_mask(mask: Tensor, *shapes: tuple[int, ...]) -> bool:
-    """Return whether a mask has one of at most two shapes and a dtype of masks."""
     # Not `mask.shape in shapes`, which is False in a graph of torch 2.13 if a constant size equals a symbolic one.
-    fits = mask.shape == shapes[0] or mask.shape == shapes[-1]
+    fits = any(mask.shape == shape for shape in shapes)
     return fits and (mask.dtype == torch.bool or mask.is_floating_point())
 
 

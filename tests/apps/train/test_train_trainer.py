@@ -122,7 +122,7 @@ def test_a_loss_that_is_not_a_number_stops_before_it_reaches_the_weights(tmp_pat
 
 def test_an_infinite_gradient_of_a_finite_loss_stops_too(tmp_path):
     def loss(model: nn.Module, batch: Rows) -> torch.Tensor:
-        return (model(batch.inputs) * 0.0).sum().clamp(min=0.0).sqrt()  # 0 with the gradient 0 / 0
+        return (model(batch.inputs) * 0.0).sum().sqrt()  # 0 with the gradient 0 / 0
 
     with pytest.raises(DivergedError, match=r"not finite at step 1 .*no checkpoint was written yet"):
         trainer(tmp_path, config(), loss=loss).fit()

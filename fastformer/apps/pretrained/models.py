@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fastformer.apps.models.embeddings import Embedding
 from fastformer.apps.models.sizes import MOST_LAYERS
 from fastformer.apps.pretrained.tables import ARCHITECTURES
 from fastformer.apps.text.files import read_json
@@ -49,6 +50,9 @@ def from_transformers(source: Any) -> Any:
         model = architecture.network(config)
     model = model.to(source.dtype)
     architecture.load(model, hf_weights)
+    for module in model.modules():
+        if isinstance(module, Embedding):  # tables on meta would make `model.to` raise; an empty one grows when read
+            module.table = module.table.new_empty(0, module.width, device=source.device)
     return model.train(source.training)
 
 

@@ -59,7 +59,7 @@ def distance(one: Tensor, other: Tensor) -> float:
 @pytest.mark.parametrize("name", ALL)
 def test_logits_are_those_of_transformers(name: str, tmp_path: Path) -> None:
     hf_model = build(name)
-    model, expected = from_transformers(hf_model), hf_logits(hf_model)
+    model, expected = from_transformers(hf_model).to("cpu"), hf_logits(hf_model)  # `to` refuses buffers on meta
     assert expected.std() > 0.2  # else the tolerance would say nothing
     assert distance(logits(model), expected) < FP32
     assert distance(logits(model, packed=True), expected) < FP32

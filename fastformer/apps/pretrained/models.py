@@ -50,9 +50,9 @@ def from_transformers(source: Any) -> Any:
         model = architecture.network(config)
     model = model.to(source.dtype)
     architecture.load(model, hf_weights)
-    for module in model.modules():
-        if isinstance(module, Embedding):  # tables on meta would make `model.to` raise; an empty one grows when read
-            module.table = module.table.new_empty(0, module.width, device=source.device)
+    for part in model.modules():
+        if isinstance(part, Embedding):  # tables on meta would make `model.to` raise; an empty one grows when read
+            part.table = part.table.new_empty(0, part.width, device=source.device)
     return model.train(source.training)
 
 

@@ -80,9 +80,11 @@ def attention(
         ValueError, TypeError: an argument does not fit, before anything runs.
         fastformer.backend.BackendError: backend "triton" was requested and cannot run this call.
     """
-    if is_torchs(q, k, v) and type(k) is type(v) is Tensor and alignment == "top_left" and not dropout_p:
-        others = mask, window, query_lengths, key_lengths, key_mask, softcap, scale, distance_bias, sinks
-        if all(x is None for x in others) and q.dim() == 4 and q.shape == k.shape == v.shape and q.numel():
+    no_masks = mask is None and key_lengths is None and key_mask is None
+    if no_masks and is_torchs(q, k, v) and type(k) is type(v) is Tensor and q.dim() == 4:
+        others = window, query_lengths, softcap, scale, distance_bias, sinks
+        plain = alignment == "top_left" and not dropout_p and all(x is None for x in others)
+        if plain and q.shape == k.shape == v.shape and q.numel():
             return F.scaled_dot_product_attention(q, k, v, is_causal=causal)  # the checks below take 6 us
     limits = mask, causal, alignment, window, query_lengths, key_lengths, key_mask
     rules = AttentionRules(*limits, softcap, dropout_p, scale, distance_bias, sinks)

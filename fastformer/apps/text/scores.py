@@ -89,6 +89,7 @@ def score_translations(
     *,
     more_references: Sequence[Sequence[str]] = (),
     bootstrap: int = 0,
+    warn: bool = True,
 ) -> Scores:
     """Score detokenised translations against one or several references each.
 
@@ -99,12 +100,15 @@ def score_translations(
         tokenizer: sacrebleu's, for BLEU: one of `BLEU_TOKENIZERS`; see `bleu_tokenizer`.
         more_references: further references, each list with one for each sentence.
         bootstrap: resamples of the sentences for 95 % intervals (Koehn 2004); 0: no intervals.
+        warn: log a warning if the tokenizer splits at spaces, and the references are of a script without spaces.
 
     Raises:
         ValueError: the numbers of sentences differ, there is none, or there is no such tokenizer.
         ImportError: sacrebleu is not installed (it comes with the extra `apps`), or a package that the tokenizer needs.
     """
     _check_counts(references, translations, *more_references)
+    if warn:
+        warn_without_spaces(tokenizer, references)
     lists = [list(references), *map(list, more_references)]
     values: dict[str, Any] = {}
     intervals = {}

@@ -296,7 +296,7 @@ class TranslationRun(Run):
             if len(scored):
                 translator = Translator(model, source, target, data.max_length)
                 translations = translator.translate(scored.source, SearchOptions(beam=1, cuda_graphs=graphs))
-                scores = score_translations(translations, scored.target, tokenizer=tokenizer)
+                scores = score_translations(translations, scored.target, tokenizer=tokenizer, warn=False)
                 values |= {"bleu": scores.bleu, "bleu_signature": scores.bleu_signature, "chrf": scores.chrf}
             return values
 
@@ -325,6 +325,5 @@ def evaluate(
 
     scoring: further arguments of `score_translations`.
     """
-    warn_without_spaces(bleu_tokenizer, corpus.target)
     translations = translator.translate(corpus.source, options)
     return score_translations(translations, corpus.target, lowercase, bleu_tokenizer, **scoring), translations

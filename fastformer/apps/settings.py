@@ -16,7 +16,7 @@ import os
 import re
 import typing
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import MISSING, Field, asdict, field, fields, is_dataclass
+from dataclasses import Field, asdict, field, fields, is_dataclass
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, dataclass_transform
 
@@ -39,7 +39,7 @@ Share = Annotated[float, Pydantic(ge=0, lt=1)]
 Pair = Annotated[tuple[Share, Share], Strict(False)]  # each at least 0 and below 1
 
 _VAGUE = {"n", "num", "max", "min", "dim", "size", "rate", "steps"}  # words too common to identify a setting
-_FACTS = ("choices", "only", "fixed", "derived", "before")
+_FACTS = ("choices", "only", "fixed", "derived")
 _PYDANTIC = {"at_least": "ge", "above": "gt", "below": "lt", "at_most": "le"}
 _KINDS = {
     "int_type": "a whole number",
@@ -61,7 +61,6 @@ def setting(
     only: Mapping[str, Any] | None = None,
     fixed: bool = False,
     derived: str = "",
-    before: Any = MISSING,
     **bounds: float | str,
 ) -> Any:
     """Declare a field of `Settings`.
@@ -73,12 +72,11 @@ def setting(
         only: values of other settings with which this one has an effect.
         fixed: whether a resumed run cannot change the setting.
         derived: source of the value, such as "the tokenizer", for a setting that users cannot give.
-        before: value in files that are older than the setting, if that is not the default.
         bounds: `at_least`, `above`, `below`, `at_most`: a number, or the name of another setting.
     """
     numbers = {_PYDANTIC[key]: bound for key, bound in bounds.items() if not isinstance(bound, str)}
     pattern = {"pattern": f"^(?:{'|'.join(map(re.escape, choices))})$"} if choices else {}
-    facts = dict(zip(_FACTS, (tuple(choices), only or {}, fixed, derived, before), strict=True))
+    facts = dict(zip(_FACTS, (tuple(choices), only or {}, fixed, derived), strict=True))
     return field(default=default, metadata={"description": help, "bounds": bounds, **facts, **numbers, **pattern})
 
 
@@ -194,12 +192,6 @@ def helps(settings: type) -> dict[str, str]:
 def derived(settings: type) -> dict[str, str]:
     """Return the settings that users cannot give, each with the source it is computed from."""
     return {item.name: item.metadata["derived"] for item in fields(settings) if item.metadata["derived"]}
-
-
-def befores(settings: type) -> dict[str, Any]:
-    """Return the settings that older files lack, each with the value it has in such files."""
-    values = {item.name: item.metadata.get("before", MISSING) for item in fields(settings)}
-    return {name: before for name, before in values.items() if before is not MISSING}
 
 
 def help_line(item: "Field[Any]", settings: Sequence[type]) -> str:

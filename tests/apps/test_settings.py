@@ -5,7 +5,6 @@ Nothing here knows a setting by name but the examples: a new one is covered by b
 
 import json
 import sys
-import tomllib
 from collections.abc import Iterator
 from dataclasses import MISSING, fields
 from pathlib import Path
@@ -19,7 +18,6 @@ from fastformer.apps.classification.run import APPLICATION as CLASSIFICATION
 from fastformer.apps.cli import app
 from fastformer.apps.language.run import APPLICATION as LANGUAGE
 from fastformer.apps.language.sampling import SamplingOptions
-from fastformer.apps.runs.application import REMOVED, Application
 from fastformer.apps.runs.folder import load_toml, save_toml
 from fastformer.apps.settings import (
     LARGEST,
@@ -33,7 +31,7 @@ from fastformer.apps.settings import (
     to_plain,
 )
 from fastformer.apps.settings import File as PathOrText
-from fastformer.apps.train import Checkpoint, TrainConfig
+from fastformer.apps.train import TrainConfig
 from fastformer.apps.translation.model import TranslationConfig
 from fastformer.apps.translation.run import APPLICATION as TRANSLATION
 from fastformer.apps.translation.run import DataConfig
@@ -148,26 +146,6 @@ def test_a_mistake_in_a_file_names_the_file_the_section_and_the_key(tmp_path: Pa
         load_toml(path, sections)
     assert str(raised.value).startswith(f"{path}: {message}")
     assert "\n" not in str(raised.value)
-
-
-@pytest.mark.parametrize("application", [TRANSLATION, LANGUAGE], ids=lambda each: each.kind)
-def test_a_run_folder_written_before_settings_were_one_still_loads(tmp_path: Path, application: Application) -> None:
-    """Every setting that such a folder states comes back, and its checkpoint is of the same architecture."""
-    old = Path(__file__).parent / "old_runs" / f"{application.kind}.toml"
-    (tmp_path / "config.toml").write_bytes(old.read_bytes())
-    actual = application.read_config(tmp_path)
-    parts = {name: getattr(application, name)(**actual[name]) for name in actual}
-    for name, stated in actual.items():
-        assert stated
-        assert {key: getattr(parts[name], key) for key in stated} == stated
-    Checkpoint(old, 0, actual["model"], {}).check_architecture(parts["model"])
-    application.save_settings(tmp_path, parts["data"], parts["model"], parts["train"])
-    before, after = (path.read_text().splitlines() for path in (old, tmp_path / "config.toml"))
-    assert {line.partition(" = ")[0] for line in set(before) - set(after)} <= set(REMOVED)
-    change_no_number = {"save_minutes", "normalization"}  # at their defaults
-    newer = {line.split(" = ")[0] for line in set(after) - set(before)} - change_no_number
-    said = tomllib.loads(old.read_text(encoding="utf-8"))["model"]
-    assert newer <= {item.name for item in fields(parts["model"])} - said.keys()
 
 
 COMMANDS: dict[str, tuple[type[Settings], ...]] = {

@@ -33,13 +33,11 @@ class LanguageConfig(ModelSettings):
 
     vocabulary: int = setting(MISSING, "size of the vocabulary", at_least=1, at_most=LARGEST, derived="the tokenizer")
     _: KW_ONLY
-    feed_forward: int = inherited(
-        ModelSettings, "feed_forward", default=1376, before=2048
-    )  # of three matrices: as 2,064 of two
-    activation: str = inherited(ModelSettings, "activation", default="swiglu", before="relu")
-    norm: str = inherited(ModelSettings, "norm", default="rms", before="layer")
-    bias: bool = inherited(ModelSettings, "bias", default=False, before=True)
-    positions: str = inherited(ModelSettings, "positions", default="rotary", before="sinusoidal")
+    feed_forward: int = inherited(ModelSettings, "feed_forward", default=1376)  # of three matrices: as 2,064 of two
+    activation: str = inherited(ModelSettings, "activation", default="swiglu")
+    norm: str = inherited(ModelSettings, "norm", default="rms")
+    bias: bool = inherited(ModelSettings, "bias", default=False)
+    positions: str = inherited(ModelSettings, "positions", default="rotary")
     layers: int = setting(6, "layers of the decoder", at_least=1, at_most=MOST_LAYERS)
     embedding_dropout: float | None = setting(
         None, "dropout of the sum of embeddings and positions; unset: dropout", at_least=0, below=1

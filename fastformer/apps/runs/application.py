@@ -23,7 +23,7 @@ from fastformer.apps.runs.folder import (
     read_run_section,
     save_toml,
 )
-from fastformer.apps.settings import Given, befores, derived, reject_unused_options
+from fastformer.apps.settings import Given, derived, reject_unused_options
 from fastformer.apps.text import SpecialIds, Tokenizer, load_tokenizer
 from fastformer.apps.train import (
     Checkpoint,
@@ -38,7 +38,6 @@ from fastformer.settings import check_value
 
 PRETRAINED = "pretrained"  # value of `tokenizer` for runs that began with another model
 RATES = ("dropout", "attention_dropout", "activation_dropout")  # settings of such a model that fine-tuning may change
-REMOVED = ("chosen", "version", "sharded_checkpoints")  # settings in run folders of earlier versions
 _IDS = ("pad_id", "bos_id", "eos_id")
 
 
@@ -161,11 +160,10 @@ class Application:
             raise ValueError(
                 f"{folder} is a {other.title} run, not a {self.title} run: `{other.use}` and `{other.command}` take it"
             )
-        sections = self._load(path, REMOVED)
+        sections = self._load(path)
         needed = {each.name for each in fields(self.model) if each.default is MISSING}
         if missing := sorted(needed.difference(sections["model"])):
             raise ValueError(f"{path}: [model] has no {', '.join(missing)}: it is damaged")
-        sections["model"] = befores(self.model) | sections["model"]
         return sections
 
     def read_settings(self, path: Path) -> dict[str, dict[str, Any]]:
@@ -186,9 +184,9 @@ class Application:
                     raise ValueError(f"{path}: [{section}] {name} is set from {source}; leave it out")
         return sections
 
-    def _load(self, path: Path, removed: tuple[str, ...] = ()) -> dict[str, dict[str, Any]]:
+    def _load(self, path: Path) -> dict[str, dict[str, Any]]:
         settings = {"run": RunConfig, "data": self.data, "model": self.model, "train": self.train}
-        sections = load_toml(path, settings, removed)
+        sections = load_toml(path, settings)
         sections.pop("run")
         return sections
 
@@ -274,7 +272,7 @@ def load_safetensors(folder: Path | str) -> Any:
     try:
         application = application_of(content["kind"])
         check_value("dtype", content["dtype"], str, choices=("float64", "float32", "float16", "bfloat16"))
-        config = application.model(**{**befores(application.model), **content["model"]})
+        config = application.model(**content["model"])
     except (ValueError, KeyError, TypeError) as error:
         raise CheckpointError(f"{folder}: config.json is not that of an exported model: {error}") from None
     check_size(config.matrix_numbers, [path], path)

@@ -12,7 +12,7 @@ A run folder describes itself, so that its path suffices to resume, evaluate or 
 import json
 import os
 import tomllib
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -82,13 +82,11 @@ def read_toml(path: Path) -> dict[str, Any]:
         raise ValueError(f"{path}: not a TOML file: {error}") from None
 
 
-def load_toml(
-    path: Path | str, sections: Mapping[str, type[Settings]], removed: Collection[str] = ()
-) -> dict[str, dict[str, Any]]:
+def load_toml(path: Path | str, sections: Mapping[str, type[Settings]]) -> dict[str, dict[str, Any]]:
     """Return the settings that a TOML file states, {section: {key: value}}, with every section present.
 
-    removed: settings of earlier versions, which are left out. Raises FileNotFoundError, or ValueError naming a section
-    or key that is unknown; values are checked where the settings are constructed.
+    Raises FileNotFoundError, or ValueError naming a section or key that is unknown; values are checked where the
+    settings are constructed.
     """
     path = Path(path)
     result: dict[str, dict[str, Any]] = {name: {} for name in sections}
@@ -98,7 +96,6 @@ def load_toml(
         if not isinstance(values, dict):
             raise ValueError(f"{path}: {section} must be a section [{section}], not a value")
         known = helps(sections[section])
-        values = {key: value for key, value in values.items() if key not in removed}
         if unknown := next((key for key in values if key not in known), None):
             raise ValueError(f"{path}: unknown key {unknown!r} in [{section}]{suggestion(unknown, known)}")
         result[section] = {key: tuple(value) if isinstance(value, list) else value for key, value in values.items()}

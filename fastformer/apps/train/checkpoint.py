@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fastformer.apps.settings import befores, to_plain
+from fastformer.apps.settings import to_plain
 from fastformer.apps.train.parallel import local_shard
 
 WEIGHTS, OPTIMIZER, STATE, META = "model.safetensors", "optimizer.safetensors", "state.json", "meta.json"
@@ -167,15 +167,9 @@ class Checkpoint:
         path = Path(path)
         meta = _read_json(path / META)
         try:
-            checkpoint = cls(path, int(meta["step"]), dict(meta["config"]), dict(meta["metrics"]))
+            return cls(path, int(meta["step"]), dict(meta["config"]), dict(meta["metrics"]))
         except _DAMAGE as error:
             raise CheckpointError(f"{path / META}: is damaged ({type(error).__name__}: {error})") from None
-        if (path / "shards").is_dir():
-            raise CheckpointError(
-                f"{path}: was written in shards, which this version does not read; with the version that wrote it, "
-                "resume the run with --no-sharded-checkpoints, which saves a whole checkpoint"
-            )
-        return checkpoint
 
     def weights(self) -> dict[str, Tensor]:
         """Return the tensors, on the CPU."""
@@ -213,12 +207,12 @@ class Checkpoint:
     def check_architecture(self, config: Any, numbers: int = 0) -> None:
         """Raise CheckpointError naming the first setting that differs between a model and the checkpoint.
 
-        config: the model's, a dataclass or mapping; None: nothing is compared. A setting that the checkpoint lacks is
-        newer than the checkpoint, and compared by its earlier value. A checkpoint without settings fits every model.
+        config: the model's, a dataclass or mapping; None: nothing is compared. A setting that the checkpoint lacks has
+        its default there. A checkpoint without settings fits every model.
         numbers: see `check_size`.
         """
         if config is not None and self.config:
-            expected, saved = to_plain(config), {**_earlier_values(config), **self.config}
+            expected, saved = to_plain(config), {**_defaults(config), **self.config}
             for name in {**expected, **saved}:
                 stored, needed = (repr(each[name]) if name in each else "nothing" for each in (saved, expected))
                 if stored != needed:
@@ -238,12 +232,10 @@ def _read_json(path: Path) -> dict[str, Any]:
         raise CheckpointError(f"{path}: is damaged ({type(error).__name__}: {error})") from None
 
 
-def _earlier_values(config: Any) -> dict[str, Any]:
-    """Return the plain values that a dataclass's fields have in files that leave them out; {} for a mapping."""
-    if isinstance(config, Mapping):
-        return {}
-    defaults = {each.name: each.default for each in dataclasses.fields(config)} | befores(type(config))
-    return to_plain({name: value for name, value in defaults.items() if value is not dataclasses.MISSING})
+def _defaults(config: Any) -> dict[str, Any]:
+    """Return the plain defaults of a dataclass's fields; {} for a mapping."""
+    items = () if isinstance(config, Mapping) else dataclasses.fields(config)
+    return to_plain({each.name: each.default for each in items if each.default is not dataclasses.MISSING})
 
 
 def average_checkpoints(paths: Sequence[Path | str]) -> dict[str, Tensor]:

@@ -1,6 +1,5 @@
 """Exported models compute what ours do: in CTranslate2 itself, and read back from safetensors."""
 
-import dataclasses
 import json
 
 import pytest
@@ -8,11 +7,10 @@ import torch
 from torch import Tensor, nn
 
 from fastformer.apps.export import export_ctranslate2, export_safetensors, load_safetensors
-from fastformer.apps.language.model import CLASSICAL, LanguageConfig, LanguageModel
+from fastformer.apps.language.model import LanguageConfig, LanguageModel
 from fastformer.apps.text import WordTokenizer
 from fastformer.apps.text.tokenizer import SpecialIds
 from fastformer.apps.train import CheckpointError
-from fastformer.apps.train.checkpoint import Checkpoint
 from fastformer.apps.translation.model import TranslationConfig, TranslationModel
 from fastformer.apps.translation.search import SearchOptions
 from fastformer.apps.translation.translator import Translator
@@ -166,21 +164,6 @@ def test_a_run_is_exported(tmp_path, make):
     ctranslate2 = pytest.importorskip("ctranslate2")
     succeed("export", "--run", "run", "--quantization", "int8", "--to", "c", cwd=tmp_path)
     assert ctranslate2.contains_model(str(tmp_path / "c"))
-
-
-def test_exports_of_before_the_defaults_changed_come_back(tmp_path):
-    model = language_model(feed_forward=2048, **CLASSICAL)
-    export_safetensors(tmp_path / "model", model, TOKENIZERS[:1])
-    path = tmp_path / "model" / "config.json"
-    content = json.loads(path.read_text())
-    for name in ("feed_forward", *CLASSICAL):
-        del content["model"][name]
-    path.write_text(json.dumps(content))
-    assert load_safetensors(tmp_path / "model").config == model.config
-    old = Checkpoint(tmp_path, 0, content["model"], {})
-    old.check_architecture(model.config)
-    with pytest.raises(CheckpointError, match="norm"):
-        old.check_architecture(dataclasses.replace(model.config, norm="rms"))
 
 
 def test_mistakes_leave_nothing_behind(tmp_path, monkeypatch):

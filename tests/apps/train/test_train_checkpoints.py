@@ -134,13 +134,6 @@ def test_a_best_checkpoint_that_is_gone_is_named_and_the_last_not_taken_for_it(t
     assert find_checkpoint(tmp_path / "run").name == "step-3"
 
 
-def test_a_checkpoint_in_shards_says_how_to_convert_it(tmp_path):
-    checkpoints = saved(tmp_path, 1)
-    (tmp_path / "step-1" / "shards").mkdir()
-    with pytest.raises(CheckpointError, match=r"was written in shards.* resume the run with --no-sharded-checkpoints"):
-        checkpoints.open()
-
-
 def test_another_architecture_is_named_by_its_first_differing_setting(tmp_path):
     model = Tied()
     path = CheckpointFolder(tmp_path).save(1, model.state_dict(), {}, {"d_model": 4, "heads": 2, "layers": 6})

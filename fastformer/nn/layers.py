@@ -20,16 +20,13 @@ from fastformer.host.devices import autocasts, check_types, product_dtype
 from fastformer.nn.activations import as_function, is_gated
 from fastformer.nn.inspection import is_unmodified, unmodified_children
 from fastformer.nn.modules import (
-    ATTENTION_MASK,
-    KEY_PADDING,
     NORMS,
     activation_name,
     drop_in,
     make_norm,
     runs_as_torch,
     take_over_children,
-    torch_takes_mask,
-    torch_takes_padding,
+    torchs_limit,
 )
 from fastformer.nn.multihead_attention import MultiheadAttention
 from fastformer.nn.options import LayerOptions, attention_options, check_options
@@ -293,11 +290,9 @@ class TransformerEncoderLayer(_Layer, nn.TransformerEncoderLayer):
             return run(self, src)  # type: ignore[no-any-return]
         check_types(("src",), src)
         check_types(("src_mask", "src_key_padding_mask"), src_mask, src_key_padding_mask, optional=True)
-        padding, is_masked = src_key_padding_mask, src_mask is not None
-        if not is_causal and not (is_masked and padding is not None) and runs_as_torch(src):
-            mask, kind = (src_mask, ATTENTION_MASK) if is_masked else (padding, KEY_PADDING)
-            fits = torch_takes_mask(src, mask) if is_masked else torch_takes_padding(src, mask)
-            out = self._run_torchs_op(src, mask, kind) if fits else None
+        if not is_causal and runs_as_torch(src):
+            limit = torchs_limit(src, src_mask, src_key_padding_mask)
+            out = None if limit is None else self._run_torchs_op(src, *limit)
             if out is not None:
                 return out
         if not self.runs_packed or src.is_nested or not is_unmodified(self.self_attn, MultiheadAttention):

@@ -61,11 +61,18 @@ def runs_as_torch(x: Tensor) -> bool:
     return not torch.is_grad_enabled() and are_few_on_cpu(x)
 
 
-def torch_takes_padding(x: Tensor, padding: Tensor | None) -> bool:
-    """Return whether torch's ops compute the same as fastformer's for x `[B, L, D]` with a key padding mask.
+def torchs_limit(x: Tensor, mask: Any, padding: Tensor | None) -> tuple[Tensor | None, int] | None:
+    """Return the mask and the `mask_type` for torch's fused ops on x `[B, L, D]`; None if fastformer's ops must run.
 
-    They do if each row has a key that is not hidden, and if no hidden value can overflow: weights of 0 do not hide NaN.
+    torch takes one mask, whose hidden values must not overflow, because weights of 0 do not hide NaN. Each query must
+    see a key. With a mask `[L, L]`, torch is faster only for few scores.
     """
+    if mask is None:
+        return (padding, KEY_PADDING) if _torch_takes_padding(x, padding) else None
+    return (mask, ATTENTION_MASK) if padding is None and _torch_takes_mask(x, mask) else None
+
+
+def _torch_takes_padding(x: Tensor, padding: Tensor | None) -> bool:
     if padding is None:
         return True
     if type(padding) is not Tensor or padding.dtype != torch.bool or padding.shape != x.shape[:2] or not padding.is_cpu:
@@ -74,11 +81,7 @@ def torch_takes_padding(x: Tensor, padding: Tensor | None) -> bool:
     return hidden == 0 or (hidden < x.shape[1] and float(x.abs().max()) < torch.finfo(x.dtype).max ** 0.25)
 
 
-def torch_takes_mask(x: Tensor, mask: Any) -> bool:
-    """Return whether torch's fused ops compute the same as fastformer's for x `[B, L, D]` with a mask, and faster.
-
-    They do for a bool mask `[L, L]` that shows each query a key, and few scores.
-    """
+def _torch_takes_mask(x: Tensor, mask: Any) -> bool:
     if x.dim() != 3 or type(mask) is not Tensor or mask.dtype != torch.bool or not mask.is_cpu:
         return False
     B, L, _ = x.shape

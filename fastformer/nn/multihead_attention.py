@@ -16,14 +16,7 @@ from fastformer import functional
 from fastformer.host.devices import check_tensors, check_types
 from fastformer.modes import compiling
 from fastformer.nn.inspection import has_own_hooks
-from fastformer.nn.modules import (
-    ATTENTION_MASK,
-    KEY_PADDING,
-    drop_in,
-    runs_as_torch,
-    torch_takes_mask,
-    torch_takes_padding,
-)
+from fastformer.nn.modules import drop_in, runs_as_torch, torchs_limit
 from fastformer.nn.packed_input import Masks, causal_mask
 from fastformer.nn.projections import OUT_PROJECTIONS, Projections, check_attn_mask, op_masks
 from fastformer.nn.rotary import Positions
@@ -196,23 +189,21 @@ class MultiheadAttention(Projections):
         """Attend by torch's ops alone, for few tokens in inference; return None if fastformer's op is needed."""
         D, fits = self.embed_dim, type(key) is Tensor and key.is_cpu and query.dim() == key.dim() == 3
         mask, padding, causal = masks.mask, masks.padding, bool(masks.is_causal)
-        other_mask = mask is not None and not (causal and mask.shape == (query.shape[-2], key.shape[-2]))
-        fits = fits and not (other_mask and padding is not None)
+        states_mask = causal and mask is not None and mask.shape == (query.shape[-2], key.shape[-2])
         if not fits or self.training or not self.batch_first or not self.is_torchs_formula():
             return None
         if not query.shape[2] == key.shape[2] == D or query.shape[0] != key.shape[0] or not key.shape[1]:
             return None
-        if not torch_takes_padding(key, padding):
-            return None
-        out_proj = self.out_proj
+        out_proj, other_mask = self.out_proj, None if states_mask else mask
         native = key is query and not causal and self.num_heads % 2 == 0 and self.in_proj_bias is not None
-        if other_mask and not (native and torch_takes_mask(key, mask)):
+        limit = torchs_limit(key, other_mask, padding) if native or other_mask is None else None
+        if limit is None:
             return None
         if native:
             parameters = self.in_proj_weight, self.in_proj_bias, out_proj.weight, out_proj.bias
-            limit, kind = (mask, ATTENTION_MASK) if other_mask else (padding, KEY_PADDING)
+            hidden, kind = limit
             return torch._native_multi_head_attention(
-                query, key, key, D, self.num_heads, *parameters, limit, weights, average, kind
+                query, key, key, D, self.num_heads, *parameters, hidden, weights, average, kind
             )
         if weights:  # torch's class needs the mask, and gives NaN where padding and causality hide all keys
             if causal and padding is not None:

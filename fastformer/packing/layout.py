@@ -53,13 +53,13 @@ class RowMap(NamedTuple):
         """Read the rows from their slots: `[N, ...]` -> `[M, ...]`. Differentiable."""
         # Compilers, modes and transforms see torch's own ops.
         if x.requires_grad and torch.is_grad_enabled() and not needs_dispatcher():
-            return _Move.apply(x, self, False)  # type: ignore[no-untyped-call, no-any-return]
+            return _Move.apply(x, self, "gather")  # type: ignore[no-untyped-call, no-any-return]
         return x.index_select(0, self.slots)
 
     def spread(self, x: Tensor) -> Tensor:
         """Write the rows to their slots, zeros elsewhere: `[M, ...]` -> `[N, ...]`. Differentiable."""
         if x.requires_grad and torch.is_grad_enabled() and not needs_dispatcher():
-            return _Move.apply(x, self, True)  # type: ignore[no-untyped-call, no-any-return]
+            return _Move.apply(x, self, "spread")  # type: ignore[no-untyped-call, no-any-return]
         if compiling():
             return x.new_zeros(self.inverse.numel(), *x.shape[1:]).index_copy(0, self.slots, x)
         return torch.cat([x, x.new_zeros(1, *x.shape[1:])]).index_select(0, self.inverse)
@@ -69,7 +69,7 @@ class RowMap(NamedTuple):
         if self.heads is None or type(x) is not Tensor or not x.numel() or needs_dispatcher():
             return self.spread(x.flatten(0, 1))
         if x.requires_grad and torch.is_grad_enabled():
-            return _SpreadHeads.apply(x, self)  # type: ignore[no-untyped-call, no-any-return]
+            return _Move.apply(x, self, "spread_heads")  # type: ignore[no-untyped-call, no-any-return]
         T, H, K = x.shape
         if x.stride()[1:] != (K, 1) or x.stride(0) % K:
             x = x.contiguous()
@@ -80,29 +80,17 @@ class RowMap(NamedTuple):
 
 
 class _Move(torch.autograd.Function):
-    """`RowMap.spread` or `gather`: each is the other's backward, where torch's index_select would add up rows."""
+    """A method of `RowMap`; backward moves rows the other way, where torch's index_select would add up rows."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, rows: RowMap, spread: bool) -> Tensor:
-        ctx.rows, ctx.spread = rows, spread
-        return rows.spread(x) if spread else rows.gather(x)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        return ctx.rows.gather(grads[0]) if ctx.spread else ctx.rows.spread(grads[0]), None, None
-
-
-class _SpreadHeads(torch.autograd.Function):
-    """`RowMap.spread_heads`."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, rows: RowMap) -> Tensor:
-        ctx.rows, ctx.shape = rows, x.shape
-        return rows.spread_heads(x)
+    def forward(ctx: Any, x: Tensor, rows: RowMap, method: str) -> Tensor:
+        ctx.rows, ctx.gathers, ctx.shape = rows, method == "gather", x.shape
+        return getattr(rows, method)(x)  # type: ignore[no-any-return]
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        return ctx.rows.gather(grads[0]).view(ctx.shape), None
+        rows: RowMap = ctx.rows
+        return rows.spread(grads[0]) if ctx.gathers else rows.gather(grads[0]).view(ctx.shape), None, None
 
 
 @dataclass(frozen=True, eq=False)

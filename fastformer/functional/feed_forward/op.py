@@ -143,22 +143,10 @@ def reference(
     return out if batch is None else out.view(*batch, weight2.shape[0])
 
 
-def _activate_fake(h: Tensor, activation: str) -> Tensor:
-    return h.new_empty(h.shape[0], h.shape[1] // 2 if activation in GATED else h.shape[1])
-
-
-def _activate_backward_fake(h: Tensor, wants_bias: bool) -> tuple[Tensor, Tensor]:
-    return h.new_empty(h.shape), h.new_empty(h.shape[1] if wants_bias else 0)
-
-
-def _relu_backward_fake(a: Tensor, wants_bias: bool) -> Tensor:
-    return a.new_empty(a.shape[1] if wants_bias else 0)
-
-
 _activate = define(
     "feed_forward_activate(Tensor h, Tensor? seed, str activation, float dropout_p) -> Tensor",
     "feed_forward.kernels.activate",
-    _activate_fake,
+    lambda h, activation: h.new_empty(h.shape[0], h.shape[1] // 2 if activation in GATED else h.shape[1]),
 )
 _hidden_again = define(
     "feed_forward_hidden_again(Tensor x, Tensor weight1, Tensor? bias1, Tensor dy) -> Tensor",
@@ -169,12 +157,12 @@ _activate_backward = define(
     "feed_forward_activate_backward(Tensor(a!) da, Tensor h, Tensor? seed, str activation, float dropout_p, "
     "bool wants_a, bool wants_bias) -> (Tensor, Tensor)",
     "feed_forward.kernels.activate_backward",
-    _activate_backward_fake,
+    lambda h, wants_bias: (h.new_empty(h.shape), h.new_empty(h.shape[1] if wants_bias else 0)),
 )
 _relu_backward = define(
     "feed_forward_relu_backward(Tensor(a!) da, Tensor a, float dropout_p, bool wants_bias) -> Tensor",
     "feed_forward.kernels.relu_backward",
-    _relu_backward_fake,
+    lambda a, wants_bias: a.new_empty(a.shape[1] if wants_bias else 0),
 )
 
 

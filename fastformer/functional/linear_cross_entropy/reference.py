@@ -7,7 +7,6 @@ Letters: M rows, D width, V vocabulary.
 """
 
 from collections.abc import Sequence
-from functools import partial
 from typing import Any
 
 import torch
@@ -194,10 +193,6 @@ def _fits_one_chunk(x: Tensor, weight: Tensor) -> bool:
     return 0 < M <= _rows_at_once(x, weight.shape[0])[0] and x.dtype == weight.dtype == wide
 
 
-def _sum_of_rows(target: Tensor, settings: tuple[int, float], x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    return plain_loss(x, weight, bias, target, *settings).sum()
-
-
 class ChunkedCrossEntropy(torch.autograd.Function):
     """Sum of the losses of all rows; forward computes gradients, or for a single chunk d loss / d z `[M, V]`."""
 
@@ -223,7 +218,10 @@ class ChunkedCrossEntropy(torch.autograd.Function):
         needs_grad = ctx.needs_input_grad[:3]
         # The gradient is to be differentiated; in torch.compile there are no second derivatives.
         if torch.is_grad_enabled() and not compiling():
-            formula = partial(_sum_of_rows, target, ctx.settings)
+
+            def formula(*inputs: Any) -> Tensor:
+                return plain_loss(*inputs, target, *ctx.settings).sum()
+
             return *plain_gradients(formula, (x, weight, bias), needs_grad, (grad,)), None, None, None
         if ctx.one_chunk:
             dlogits = saved[0] * grad

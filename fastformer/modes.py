@@ -74,11 +74,6 @@ def is_recording_graph() -> bool:
     return dispatch_modes() > 0 and torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.PROXY) is not None
 
 
-def in_functionalize() -> bool:
-    """Return whether torch.func.functionalize is active; its tensors have no memory, and it supports no Function."""
-    return in_torch_func() and _has_level(torch._C._functorch.TransformType.Functionalize)
-
-
 def capturing(x: Tensor) -> bool:
     """Return whether a CUDA graph captures the work on x's device."""
     return x.is_cuda and torch.cuda.is_current_stream_capturing()
@@ -93,4 +88,7 @@ def has_values(x: Tensor) -> bool:
     """Return whether the values of x, on any device, may decide what runs: they exist, and are those of this batch."""
     if is_recording_graph() or x.is_meta or isinstance(x, FakeTensor) or capturing(x):
         return False
-    return functorch_level() is None or not (in_functionalize() or is_batched_tensor(x))
+    if functorch_level() is None:
+        return True
+    # Tensors of functionalize have no memory.
+    return not (_has_level(torch._C._functorch.TransformType.Functionalize) or is_batched_tensor(x))

@@ -46,7 +46,7 @@ ROWS: dict[str, list[tuple[str, str, str]]] = {
     "modes": [
         ("compiling = torch.compiler.is_compiling ", "compiling = bool ",
          COMPILED + "[TransformerEncoder-None]"),
-        ("(in_functionalize() or is_batched_tensor(x))", "in_functionalize()",
+        ("Functionalize) or is_batched_tensor(x))", "Functionalize))",
          "nn/test_padding_free.py::test_gradients_by_vmap_are_those_of_each_sequence"),
     ],
     "backend": [

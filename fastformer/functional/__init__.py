@@ -4,11 +4,8 @@ Every op checks its arguments, then runs its fused kernel or the reference: `aut
 `triton` raises with the reason where it does not. `explain` returns the implementation of each op, and the reason.
 """
 
-# One package per op or family of ops: signature, checks, reference, registration and autograd Function. The kernels are
-# in the package of the same name in `fastformer_kernels`. `choice` alone decides between implementations.
 # An op hides the package of its name: `functional.attention` is the function. All packages are imported here, because a
-# later import would replace the function by the package. Names inside are imported by full path, as in
-# `from fastformer.functional.attention.rules import AttentionRules`.
+# later import would replace the function by the package.
 
 from fastformer.functional.attention.op import attention, attention_with_weights, packed_attention
 from fastformer.functional.choice import OPS, check_backend, explain

@@ -56,7 +56,7 @@ def _backward_fake(q: Tensor, k: Tensor, v: Tensor, lse: Tensor, wants_q: bool, 
 
 
 def _mask_gradient_fake(q: Tensor, k: Tensor, mask: Tensor) -> Tensor:
-    B, H = (1, 1, *mask.shape)[-4:][:2] if mask.dim() < 4 else mask.shape[:2]
+    B, H = (1, 1, *mask.shape)[-4:-2]  # of a mask of 2 dimensions at least
     return q.new_empty((B, H, q.shape[2], -(-k.shape[2] // 16) * 16), dtype=torch.float32)
 
 
@@ -136,12 +136,8 @@ class _Attention(torch.autograd.Function):
         dmask = None
         if wants_mask and mask is not None:
             dmask = _mask_gradient(dout, q, k, v, lse, delta, dweights, *arguments)  # [B or 1, H or 1, T, S or more]
-            dmask = (
-                dmask[..., : k.shape[2]]
-                .sum_to_size((1,) * (4 - mask.dim()) + mask.shape)
-                .reshape(mask.shape)
-                .to(mask.dtype)
-            )
+            dmask = dmask[..., : k.shape[2]].sum_to_size((1,) * (4 - mask.dim()) + mask.shape)
+            dmask = dmask.reshape(mask.shape).to(mask.dtype)
         dbias = dsinks = None
         if wants_bias and bias is not None:
             dbias = _bias_gradient(dout, q, k, v, lse, delta, dweights, *arguments).to(bias.dtype)

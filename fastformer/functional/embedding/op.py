@@ -77,25 +77,20 @@ def _check_ranges(ids: Tensor, weight: Tensor, table: Tensor | None, positions: 
         check_range("positions", positions, table.shape[0] - 1, ", the last row of table", IndexError)
 
 
-def _check_indices(name: str, indices: Tensor, matrix_name: str, matrix: Tensor) -> None:
-    if indices.dtype != torch.int64:
-        raise TypeError(f"{name} must be int64, not {indices.dtype}")
-    if matrix.dim() != 2:
-        raise ValueError(f"{matrix_name} must have two dimensions, not shape {list(matrix.shape)}")
-
-
 def _check(ids: Tensor, weight: Tensor, table: Tensor | None, positions: Tensor | None) -> None:
-    _check_indices("ids", ids, "weight", weight)
-    if table is None or positions is None:
-        if table is not None or positions is not None:
-            raise ValueError(
-                f"{'table' if table is None else 'positions'} is None: pass table and positions, or neither"
-            )
-        return
-    _check_indices("positions", positions, "table", table)
-    if positions.shape != ids.shape:
+    if (table is None) != (positions is None):
+        raise ValueError(f"{'table' if table is None else 'positions'} is None: pass table and positions, or neither")
+    for name, indices, matrix_name, matrix in (
+        ("ids", ids, "weight", weight),
+        ("positions", positions, "table", table),
+    ):
+        if indices is not None and indices.dtype != torch.int64:
+            raise TypeError(f"{name} must be int64, not {indices.dtype}")
+        if matrix is not None and matrix.dim() != 2:
+            raise ValueError(f"{matrix_name} must have two dimensions, not shape {list(matrix.shape)}")
+    if positions is not None and positions.shape != ids.shape:
         raise ValueError(f"positions must be of the shape of ids, {list(ids.shape)}, not {list(positions.shape)}")
-    if table.shape[1] != weight.shape[1]:
+    if table is not None and table.shape[1] != weight.shape[1]:
         raise ValueError(f"table must be of shape [P, {weight.shape[1]}], not {list(table.shape)}")
 
 

@@ -68,11 +68,7 @@ def _check(x: Tensor, positions: Tensor, cos: Tensor, sin: Tensor) -> None:
         raise ValueError(f"cos must be of shape [P, R / 2], R at most {K}, the size of a head, not {list(cos.shape)}")
     if sin.shape != cos.shape:
         raise ValueError(f"sin must be of the shape of cos, {list(cos.shape)}, not {list(sin.shape)}")
-    _check_positions(positions, x.shape[:-2], cos.shape[0])
-
-
-def _check_positions(positions: Tensor, tokens: torch.Size, P: int) -> None:
-    """Raise unless positions fit the tokens; values are checked on the CPU only, where no check waits."""
+    tokens, P = x.shape[:-2], cos.shape[0]
     if positions.dtype != torch.int64:
         raise TypeError(f"positions must be int64, not {positions.dtype}")
     sizes = zip(reversed(positions.shape), reversed(tokens), strict=False)

@@ -291,7 +291,7 @@ ROWS: dict[str, list[tuple[str, str, str]]] = {
         ("p.dtype == x.dtype and ", "", LEFT),
         (" and p.is_contiguous()", "", LEFT),
         (" or side_layout.batch != layout.batch", "", UNFIT),
-        (' or any(("multihead_attn" in each) != has_memory for each in modules)', "", UNFIT),
+        (" or any((len(layer.attentions) > 1) != has_memory for layer in stack.layers)", "", UNFIT),
         (" or any(p.shape != x.shape[1:] for p in parameters)", "", UNFIT),
         (" and x.shape != residual.shape", " and False", UNFIT),
         ("attention.check_layouts(layout, key_layout)", "pass", LEFT),

@@ -61,7 +61,7 @@ class KVCache:
         if inspection.mixing is not None:
             declare = "if it treats each token alone, declare it with fastformer.token_wise"
             raise RuntimeError(f"{inspection.mixing}: it may look at several positions, and a step has one; {declare}")
-        if any(layer.multihead_attn.counts_positions for layer in stack.layers if hasattr(layer, "multihead_attn")):  # type: ignore[union-attr]
+        if "multihead_attn" in inspection.position_dependent:
             raise RuntimeError("attention to the memory must not count positions: a step does not know them")
         state: dict[str, Any] = stack.__dict__
         self.stack_id: str = state.setdefault("_stack_id", uuid.uuid4().hex)

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from fastformer.host.devices import check_types
 from fastformer.nn.cache import KVCache
-from fastformer.nn.inspection import has_global_hooks, has_own_hooks
+from fastformer.nn.inspection import has_hooks, has_own_hooks
 from fastformer.nn.layers import TransformerDecoderLayer, TransformerEncoderLayer
 from fastformer.nn.modules import drop_in, make_norm
 from fastformer.nn.options import LayerOptions, check_options
@@ -141,8 +141,7 @@ class Transformer(nn.Transformer):
     def _runs_stacks_directly(self) -> bool:
         """Return whether both stacks are fastformer's and without hooks, so that nothing observes their calls."""
         are_fastformers = type(self.encoder) is TransformerEncoder and type(self.decoder) is TransformerDecoder
-        has_hooks = has_global_hooks() or has_own_hooks(self.encoder) or has_own_hooks(self.decoder)
-        return are_fastformers and not has_hooks
+        return are_fastformers and not has_hooks((self.encoder, self.decoder))
 
     def _encode_padded(self, src: Tensor, same: bool, masks: Masks) -> Tensor:
         """Call the encoder; unless `same`, the decoder may see padded rows, so they have torch's values, not 0."""

@@ -219,8 +219,8 @@ class ChunkedCrossEntropy(torch.autograd.Function):
         # The gradient is to be differentiated; in torch.compile there are no second derivatives.
         if torch.is_grad_enabled() and not compiling():
 
-            def formula(*inputs: Any) -> Tensor:
-                return plain_loss(*inputs, target, *ctx.settings).sum()
+            def formula(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+                return plain_loss(x, weight, bias, target, *ctx.settings).sum()
 
             return *plain_gradients(formula, (x, weight, bias), needs_grad, (grad,)), None, None, None
         if ctx.one_chunk:

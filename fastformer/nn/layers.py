@@ -306,7 +306,7 @@ class TransformerEncoderLayer(_Layer, nn.TransformerEncoderLayer):
         if src.dim() != 3 or not activation or not attention.batch_first or attention.num_heads % 2:
             return None
         norms: Any = modules["norm1"], modules["norm2"]
-        if attention.training or norms[0].eps != norms[1].eps or attention.in_proj_bias is None:
+        if attention.training or norms[0].eps != norms[1].eps:
             return None
         own = attention.in_proj_weight, attention.in_proj_bias, attention.out_proj.weight, attention.out_proj.bias
         others: Any = [x for m in (*norms, modules["linear1"], modules["linear2"]) for x in (m.weight, m.bias)]

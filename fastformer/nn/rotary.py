@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from fastformer.host.devices import device_with_fp64
-from fastformer.modes import capturing, compiling, dispatch_modes, in_torch_func, tracing_state
+from fastformer.modes import capturing, needs_dispatcher
 from fastformer.packing.layout import MOST_TOKENS
 from fastformer.packing.sizes import power_of_two
 from fastformer.settings import check_value
@@ -100,8 +100,7 @@ class Rotary:
         They are fp64 if `like` is, else fp32, and rounded once.
         """
         dtype = torch.float64 if like.dtype == torch.float64 else torch.float32
-        if compiling() or dispatch_modes() or in_torch_func() or tracing_state() is not None:
-            # Tensors created in these modes cannot be cached, and in a trace lengths are tensors.
+        if needs_dispatcher():  # tensors created then cannot be cached, and in a trace lengths are tensors
             return self._tables(head_size, length, like.device, dtype)
         length = max(_SHORTEST, power_of_two(length))
         key = self, head_size, length, like.device, dtype
@@ -116,11 +115,11 @@ class Rotary:
 
     def _tables(self, head_size: int, length: int, device: torch.device, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         rotated = self.rotated_size(head_size)
-        exact = {"dtype": torch.float64, "device": device_with_fp64(device)}
-        frequencies = self.theta ** -(torch.arange(0, rotated, 2, **exact) / rotated)  # type: ignore[call-overload]
+        exact: dict[str, Any] = {"dtype": torch.float64, "device": device_with_fp64(device)}
+        frequencies = self.theta ** -(torch.arange(0, rotated, 2, **exact) / rotated)
         if isinstance(self.scaling, Llama3Scaling):
             frequencies = self.scaling.scale(frequencies)
         elif self.scaling is not None:
             frequencies = frequencies / self.scaling
-        angles = torch.outer(torch.arange(length, **exact), frequencies)  # type: ignore[call-overload]
+        angles = torch.outer(torch.arange(length, **exact), frequencies)
         return angles.cos().to(dtype).to(device), angles.sin().to(dtype).to(device)

@@ -228,12 +228,9 @@ class KVCache:
 
     def crop(self, lengths: Tensor | int) -> None:
         """Keep only the first tokens of each row: `lengths` of them, int64 `[R]`, or one number for all rows."""
-        if isinstance(lengths, int):
-            new_lengths = torch.full((self.rows,), lengths, device="cpu")
-        else:
-            new_lengths = lengths_of("lengths", lengths)
+        new_lengths = lengths_of("lengths", [lengths] * self.rows if isinstance(lengths, int) else lengths)
         read = self.lengths.cpu()
-        if new_lengths.shape != read.shape or bool(((new_lengths > read) | (new_lengths < 0)).any()):
+        if new_lengths.shape != read.shape or bool((new_lengths > read).any()):
             raise ValueError(f"lengths must be from 0 to the cache's, {read.tolist()}, not {new_lengths.tolist()}")
         if bool((new_lengths < read).any()):
             # Zeros, because a weight of 0 does not hide NaN.
@@ -287,8 +284,6 @@ class StaticKVCache(KVCache):
             end = self.lengths.max() + count if layout is None else (self.lengths + layout.lengths).max()
             if end > self.capacity:
                 raise ValueError(f"capacity must be at least the {int(end)} tokens of a row, not {self.capacity}")
-        if layout is None:
-            return KVWrite(self.capacity, self.lengths, self.device)
         return KVWrite(self.capacity, self.lengths, self.device, layout, self._empty)
 
     def advance(self, count: int, layout: Layout | None) -> None:

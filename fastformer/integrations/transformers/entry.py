@@ -15,6 +15,7 @@ from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_map
 from transformers import DynamicCache, EncoderDecoderCache, PreTrainedModel, masking_utils
 from transformers.cache_utils import DynamicLayer
 from transformers.pytorch_utils import Conv1D
@@ -250,12 +251,9 @@ def _run(model: Any, inner: Any, names: tuple[str, ...], batch: Packed) -> Any:
     arguments = {**arguments, "return_dict": True} if as_tuple else arguments
     if _costs_less_padded(model, rows):
         output = inner(**arguments)
+        hidden = ~rows.mask()
         for name in output.keys() & {"last_hidden_state", "hidden_states"}:
-            x, hidden = output[name], ~rows.mask()
-            if isinstance(x, tuple):
-                output[name] = tuple(zero_padding(each, hidden, True) for each in x)
-            else:
-                output[name] = zero_padding(x, hidden, True)
+            output[name] = tree_map(lambda x: zero_padding(x, hidden, True), output[name])
         return output.to_tuple() if as_tuple else output
     row = {name: to_tokens(x, rows) if name in BY_TOKEN and x is not None else x for name, x in arguments.items()}
     row["attention_mask"] = rows.origin.new_ones(1, rows.total)

@@ -13,7 +13,6 @@ from typing import Any, TypeVar
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.nn import init
 
 from fastformer import functional
 from fastformer.functional.choice import is_torchs
@@ -231,10 +230,7 @@ class LinearCrossEntropy(nn.Module):
 
     def reset_parameters(self) -> None:
         """Draw the values that `nn.Linear(in_features, num_classes, bias)` draws."""
-        init.kaiming_uniform_(self.weight, a=5**0.5)
-        if self.bias is not None:
-            bound = self.in_features**-0.5
-            init.uniform_(self.bias, -bound, bound)
+        nn.Linear.reset_parameters(self)  # type: ignore[arg-type]
 
     def forward(self, input: Tensor, target: Tensor) -> Tensor:
         """Compute the loss of `[..., D]` against int64 targets `[...]`."""

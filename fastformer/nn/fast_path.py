@@ -23,7 +23,7 @@ from fastformer.functional.feed_forward.op import activate, activate_kernel
 from fastformer.functional.norms.fused import add_norm_kernel
 from fastformer.host.devices import autocasts
 from fastformer.modes import needs_dispatcher
-from fastformer.nn.inspection import has_own_hooks, is_unmodified, unmodified_children
+from fastformer.nn.inspection import has_own_hooks, is_unmodified, runs_composed, unmodified_children
 from fastformer.nn.kv_write import KVWrite, LayerCache
 from fastformer.nn.modules import DROP_INS, NORMS, activation_name
 from fastformer.nn.packed_weights import PackedWeight
@@ -75,7 +75,7 @@ def _has_unmodified_layers(stack: Any) -> bool:
 def _is_supported(layer: Any) -> bool:
     """Return whether `_run` computes the layer: unmodified, without dropout, without options it lacks."""
     modules = layer._modules
-    if type(layer) not in DROP_INS.values() or has_own_hooks(layer):
+    if type(layer) not in DROP_INS.values() or not runs_composed(layer) or has_own_hooks(layer):
         return False
     if len(unmodified_children(layer, layer.part_types)) != len(modules) - ("activation" in modules):
         return False

@@ -23,6 +23,7 @@ TOKEN_WISE: set[Any] = {
     F.relu, F.gelu, F.silu, F.mish, F.elu, F.celu, F.selu, F.leaky_relu, F.relu6, F.tanh, F.sigmoid, F.softplus,
     F.hardswish, torch.relu, torch.tanh, torch.sigmoid,
 }  # fmt: skip
+BLOCKS = "_sa_block", "_mha_block", "_ff_block"  # methods of torch's layers
 _ADAPTERS = ("peft.tuners.lora.layer.Linear",)  # token-wise if `base_layer` is
 _ATTENTIONS = ("self_attn", "multihead_attn")
 
@@ -32,6 +33,15 @@ def has_own_hooks(module: nn.Module) -> bool:
     state = module.__dict__
     hooks = state.get("_forward_hooks") or state.get("_forward_pre_hooks") or state.get("_backward_hooks")
     return bool(hooks or state.get("_backward_pre_hooks") or "forward" in state)
+
+
+def runs_composed(layer: nn.Module) -> bool:
+    """Return whether `compose` may run in place of a layer's `forward`: nothing overrides that or a block.
+
+    Users replace blocks in the instance, too, to get at attention weights.
+    """
+    state = layer.__dict__
+    return getattr(type(layer), "runs_packed", False) and not any(name in state for name in BLOCKS)
 
 
 def has_hooks(modules: Iterable[nn.Module]) -> bool:
@@ -96,7 +106,7 @@ def inspect_stack(stack: Any) -> Inspection:
     position_dependent: set[str] = set()
     for index, layer in enumerate(stack.layers):
         modules, where = layer._modules, f"layers.{index}"
-        foreign = not getattr(type(layer), "runs_packed", False)
+        foreign = not runs_composed(layer)
         for name in _ATTENTIONS:
             attention = getattr(layer, name, None) if foreign else modules.get(name)
             if hasattr(attention, "batch_first"):

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from fastformer import functional
 from fastformer.host.devices import autocasts, check_types, product_dtype
 from fastformer.nn.activations import as_function, is_gated
-from fastformer.nn.inspection import is_unmodified, unmodified_children
+from fastformer.nn.inspection import BLOCKS, is_unmodified, runs_composed, unmodified_children
 from fastformer.nn.modules import (
     NORMS,
     activation_name,
@@ -95,7 +95,7 @@ class _Layer(nn.Module):
     """The base class of encoder and decoder layers.
 
     Attributes:
-        runs_packed: whether `compose` may run in place of torch's `forward`: no subclass overrides that or a block.
+        runs_packed: whether the class overrides neither torch's `forward` nor a block; see `runs_composed`.
     """
 
     runs_packed = True
@@ -106,8 +106,7 @@ class _Layer(nn.Module):
         super().__init_subclass__()
         kinds: Any = nn.TransformerEncoderLayer, nn.TransformerDecoderLayer
         torch_class = next(kind for kind in kinds if issubclass(cls, kind))
-        blocks = ("_sa_block", "_mha_block", "_ff_block")
-        overrides_block = any(getattr(cls, name, None) is not getattr(torch_class, name, None) for name in blocks)
+        overrides_block = any(getattr(cls, name, None) is not getattr(torch_class, name, None) for name in BLOCKS)
         cls.runs_packed = not overrides_block and getattr(cls.forward, "__globals__", None) is globals()
 
     def __init__(
@@ -261,7 +260,7 @@ class TransformerEncoderLayer(_Layer, nn.TransformerEncoderLayer):
         """
         number = {"relu": 1, "gelu": 2}.get(activation_name(self.activation) or "", 0)
         modules: Any = self._modules
-        if not number or type(self) is not TransformerEncoderLayer:
+        if not number or type(self) is not TransformerEncoderLayer or not runs_composed(self):
             return 0
         if any(modules[name].training for name in ("dropout", "dropout1", "dropout2")):
             return 0
@@ -295,7 +294,7 @@ class TransformerEncoderLayer(_Layer, nn.TransformerEncoderLayer):
             out = None if limit is None else self._run_torchs_op(src, *limit)
             if out is not None:
                 return out
-        if not self.runs_packed or src.is_nested or not is_unmodified(self.self_attn, MultiheadAttention):
+        if not runs_composed(self) or src.is_nested or not is_unmodified(self.self_attn, MultiheadAttention):
             return nn.TransformerEncoderLayer.forward(self, src, src_mask, src_key_padding_mask, is_causal)
         masks = (Masks(src_mask, src_key_padding_mask, is_causal),)
         return self.compose(src, *self.padded_attentions(None, masks))
@@ -343,7 +342,7 @@ class TransformerDecoderLayer(_Layer, nn.TransformerDecoderLayer):
         if callable(run):  # as in the encoder's layer
             return run(self, tgt, memory)  # type: ignore[no-any-return]
         masks = tgt_mask, memory_mask, tgt_key_padding_mask, memory_key_padding_mask
-        if not self.runs_packed:  # a block may take another kind of memory
+        if not runs_composed(self):  # a block may take another kind of memory
             return nn.TransformerDecoderLayer.forward(self, tgt, memory, *masks, tgt_is_causal, memory_is_causal)
         check_types(("tgt", "memory"), tgt, memory)
         check_types(

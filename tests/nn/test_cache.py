@@ -225,6 +225,9 @@ REFUSED: dict[str, Callable[[Any], Any]] = {
     r"layers\.1 is a OwnBlock that overrides forward or a block": lambda x: setattr(
         x.layers[1], "__class__", OWN_BLOCK
     ),
+    r"layers\.1 is a TransformerEncoderLayer that overrides forward or a block": lambda x: setattr(
+        x.layers[1], "_ff_block", torch.tanh
+    ),
     r"layers\.1\.linear1 is a Smoothed: it may look at several positions": lambda x: setattr(
         x.layers[1].linear1, "__class__", SMOOTHED
     ),

@@ -147,6 +147,24 @@ def test_a_subclass_that_overrides_blocks_is_honoured(kind, grad):
         assert_close(own(*inputs).detach(), expected.detach())
 
 
+@pytest.mark.parametrize(
+    ("kind", "block"),
+    [(LAYERS[0], "_sa_block"), (LAYERS[0], "_ff_block"), (LAYERS[1], "_sa_block"), (LAYERS[1], "_mha_block")],
+)
+def test_a_block_that_is_replaced_in_the_instance_is_called(kind, block):
+    """As by code that keeps attention weights; in inference, too, where torch's fast path would skip it."""
+    model, torchs = twins(kind, nhead=2)
+    inputs = inputs_for(kind)
+    for layer in (model, torchs):
+        run = getattr(layer, block)
+        setattr(layer, block, lambda *args, run=run, **options: 2 * run(*args, **options))
+    check(model, torchs, inputs)
+    expected = torchs(*inputs).detach()
+    torch.backends.mha.set_fastpath_enabled(True)
+    with torch.no_grad():
+        assert_close(model.eval()(*inputs), expected)
+
+
 def doubled(module, args, out):
     return (out[0] * 2, out[1]) if isinstance(out, tuple) else out * 2
 

@@ -132,6 +132,18 @@ class OwnBlocks:
 
 
 @pytest.mark.parametrize("kind", KINDS[:2])
+def test_replaced_blocks_of_a_layer_get_torchs_arguments(kind):
+    torchs = build(nn, kind)
+    model = converted(torchs)
+    for stack in (torchs, model):
+        for block in ("_sa_block", "_ff_block"):
+            run = getattr(stack.layers[1], block)
+            own = lambda *args, run=run, **options: scaled(run(*args, **options), *args, **options)  # noqa: E731
+            setattr(stack.layers[1], block, own)
+    check(kind, torchs, model)
+
+
+@pytest.mark.parametrize("kind", KINDS[:2])
 @pytest.mark.parametrize("way", ["converted", "built"])
 def test_a_subclass_of_a_layer_gets_torchs_arguments(kind, way):
     torchs, model = (

@@ -1,5 +1,6 @@
 """Modules that call `F.scaled_dot_product_attention`: find them, and make them call `fastformer.sdpa`."""
 
+import inspect
 from collections.abc import Iterator
 from types import CodeType, FunctionType
 from typing import Any
@@ -17,7 +18,8 @@ _subclasses: dict[type[nn.Module], type[nn.Module]] = {}
 def calls_sdpa(cls: type[nn.Module]) -> bool:
     """Return whether a method of the class, or of a base outside of torch and fastformer, names SDPA."""
     classes = [base for base in cls.__mro__ if base.__module__.partition(".")[0] not in _OTHER_PACKAGES]
-    functions = [value for base in classes for value in vars(base).values() if isinstance(value, FunctionType)]
+    members = [getattr(value, "__func__", value) for base in classes for value in vars(base).values()]
+    functions = [value for value in map(inspect.unwrap, members) if isinstance(value, FunctionType)]  # also decorated
     return any(_NAME in names for function in functions for names in _names(function.__code__))
 
 

@@ -178,6 +178,16 @@ class Block(torch.nn.Module):
         return self.again(self.attention(self.norm(x), mask), mask)
 
 
+def sdpa_of(q, k, v):
+    return F.scaled_dot_product_attention(q, k, v)
+
+
+@pytest.mark.parametrize("wrap", [staticmethod, classmethod, torch.no_grad()], ids=["static", "class", "decorated"])
+def test_wrapped_methods_that_call_sdpa_are_found(wrap):
+    model = type("Own", (torch.nn.Module,), {"attend": wrap(sdpa_of)})()
+    assert [entry.outcome for entry in fastformer.convert(model, sdpa=True).changed] == ["calls fastformer.sdpa"]
+
+
 def test_converted_modules_skip_and_come_back(calls):
     torch.manual_seed(0)
     model, x, mask = Block(), torch.randn(B, S, H * K), RIGHT[:, None, None]

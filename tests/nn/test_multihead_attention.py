@@ -180,6 +180,14 @@ def test_dropout_is_of_the_weights_and_the_weights_returned_are_those_applied():
         assert not torch.equal(model(x, x, value, need_weights=need_weights)[0], first)
 
 
+def test_a_mask_of_fp32_beside_inputs_of_fp64_hides_what_a_bool_mask_does():
+    """torch's SDPA reads such a mask of 16 keys or more as fp64 on a CPU, without an error."""
+    model, _ = attention(batch_first=True)
+    x, hidden = random(B, 20, D), right([20, 9, 6], 20)
+    expected = model(x, x, x, hidden, need_weights=False)[0]
+    assert_close(model(x, x, x, minus_infinity(hidden, torch.float32), need_weights=False)[0], expected)
+
+
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
 def test_nested_tensors_are_attended_to_as_in_torch():
     torch.backends.mha.set_fastpath_enabled(True)

@@ -122,7 +122,7 @@ class Stack(nn.Module):
         clean = zero_padding if keeps_padding else finite_padding
         x, memory = clean(x, hidden[0], batch_first), clean(memory, hidden[-1], batch_first)
         causal = masks[0].is_causal is True
-        if keeps_padding:
+        if keeps_padding and not causal:
             causal = is_causal_mask(masks[0].mask, causal, x.shape[1 if batch_first and x.dim() == 3 else 0])
         own = masks[0]._replace(is_causal=causal)
         if need_weights:

@@ -43,6 +43,15 @@ def test_packed_stacks_are_padded_ones_on_real_tokens(lengths, kind, norm_first)
 
 
 @pytest.mark.parametrize("kind", STACKS)
+def test_is_causal_stands_for_a_mask_of_another_size(kind):
+    model, torchs = twins(kind)
+    inputs = inputs_for(kind)
+    name = "" if kind == STACKS[0] else "tgt_"
+    masks = {f"{name}mask": ahead(T + 1), f"{name}is_causal": True}
+    assert_close(model(*inputs, **masks), torchs(*inputs, **masks))
+
+
+@pytest.mark.parametrize("kind", STACKS)
 def test_a_stack_copies_a_layer_of_torch_as_layers_of_fastformer(kind):
     layer = getattr(nn, kind + "Layer")(D, H, FF, activation=Twice(), dtype=torch.float64, batch_first=True)
     layer.norm2 = layer.norm1

@@ -253,6 +253,8 @@ ROWS: dict[str, list[tuple[str, str, str]]] = {
     "nn/packed_input": [
         ("return x if hidden is None else x.masked_fill(hidden, 0.0)", "return x",
          "nn/test_padding_free.py::test_padding_of_minus_infinity_comes_out_as_zeros"),
+        ("if mask is None or (stated and masks.padding is None):", "if mask is None:",
+         "nn/test_stacks.py::test_is_causal_stands_for_a_mask_of_another_size"),
         ("return x.masked_fill(hidden & ~x.isfinite(), 0.0)", "return x",
          "nn/test_padding_values.py::test_padding_changes_no_bit_of_a_stack_that_runs_padded"),
         ("padding.clone() if", "padding if",
@@ -308,8 +310,6 @@ ROWS: dict[str, list[tuple[str, str, str]]] = {
         ("memory = memory.unpack() if isinstance(memory, PackedInput) else memory", "pass", CALLED),
         ("causal = masks[0].is_causal is True", "causal = masks[0].is_causal", CALLED),
         ("clean = zero_padding if keeps_padding else finite_padding", "clean = finite_padding", FEW),
-        ("if keeps_padding and not causal:", "if keeps_padding:",
-         "nn/test_stacks.py::test_is_causal_stands_for_a_mask_of_another_size"),
         ("if self._compiled() is not None or not all", "if torch.is_grad_enabled() or not all",
          "nn/test_module_protocols.py::test_checkpointing_recomputes_the_same_bits"),
         ('if cache.stack_id != self.__dict__.get("_stack_id"):', "if False:",

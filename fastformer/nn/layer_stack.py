@@ -108,7 +108,7 @@ class Stack(nn.Module):
         inputs = None if need_weights or keeps_padding else self._pack(inspection, free, sources, masks)
         if inputs is not None:
             own, length = masks[0], inputs[0].layout.columns
-            causal = is_causal_mask(own.mask, bool(own.is_causal), length)
+            causal = is_causal_mask(own, length)
             arguments = [inputs[0].layout, causal, None if causal else own.mask]
             for source in inputs[1:]:
                 arguments += [source.tokens, source.layout, masks[1].mask]
@@ -122,8 +122,8 @@ class Stack(nn.Module):
         clean = zero_padding if keeps_padding else finite_padding
         x, memory = clean(x, hidden[0], batch_first), clean(memory, hidden[-1], batch_first)
         causal = masks[0].is_causal is True
-        if keeps_padding and not causal:
-            causal = is_causal_mask(masks[0].mask, causal, x.shape[1 if batch_first and x.dim() == 3 else 0])
+        if keeps_padding:
+            causal = is_causal_mask(masks[0], x.shape[1 if batch_first and x.dim() == 3 else 0])
         own = masks[0]._replace(is_causal=causal)
         if need_weights:
             x, *weights = self._run_with_weights(x, memory, (own, *masks[1:]))

@@ -156,12 +156,14 @@ def mask_of_packed(causal: bool, mask: Tensor | None, layout: Layout) -> Tensor 
     return causal_mask(layout.columns, layout.columns, layout.offsets.device)
 
 
-def is_causal_mask(mask: Tensor | None, stated: bool, length: int) -> bool:
-    """Return whether an attn_mask `[L, L]` hides the later keys and nothing else: as stated, or by its values.
+def is_causal_mask(masks: Masks, length: int) -> bool:
+    """Return whether the mask `[L, L]` of self-attention hides the later keys and nothing else: as stated, or by value.
 
-    False for a mask that does not fit or that requires a gradient.
+    Without key padding, a statement stands for a mask of any size, as in torch. Otherwise False for a mask that does
+    not fit or that requires a gradient.
     """
-    if mask is None:
+    mask, stated = masks.mask, bool(masks.is_causal)
+    if mask is None or (stated and masks.padding is None):
         return stated
     if not isinstance(mask, Tensor) or mask.shape != (length, length) or mask.requires_grad:
         return False

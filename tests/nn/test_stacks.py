@@ -44,11 +44,15 @@ def test_packed_stacks_are_padded_ones_on_real_tokens(lengths, kind, norm_first)
 
 @pytest.mark.parametrize("kind", STACKS)
 def test_is_causal_stands_for_a_mask_of_another_size(kind):
+    """As torch has it without padding of the targets, also where the padding of the sources is skipped."""
     model, torchs = twins(kind)
     inputs = inputs_for(kind)
     name = "" if kind == STACKS[0] else "tgt_"
     masks = {f"{name}mask": ahead(T + 1), f"{name}is_causal": True}
     assert_close(model(*inputs, **masks), torchs(*inputs, **masks))
+    if name:
+        masks["memory_key_padding_mask"] = SOURCE_HIDDEN
+        assert_close(model(*inputs, **masks), torchs(*inputs, **masks))
 
 
 @pytest.mark.parametrize("kind", STACKS)

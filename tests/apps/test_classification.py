@@ -221,7 +221,7 @@ def test_a_resumed_run_is_the_uninterrupted_one_bit_for_bit(folder: Path, tmp_pa
     assert "text.tsv:109: label 'stone' is not among those of training: animal, plant, tool" in error
 
 
-def test_given_parts_and_a_file_of_settings(folder: Path, tmp_path: Path) -> None:
+def test_given_parts_and_a_file_of_settings(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for name, lines in (("train", LINES[:90]), ("valid", LINES[90:100]), ("test", LINES[100:])):
         (tmp_path / f"{name}.tsv").write_text("\n".join(lines) + "\n")
     (tmp_path / "own.toml").write_text('[model]\npooling = "first"\n')
@@ -234,7 +234,8 @@ def test_given_parts_and_a_file_of_settings(folder: Path, tmp_path: Path) -> Non
     data = ClassificationDataConfig(train_text=tmp_path / "train.tsv", labels=("tool", "stone", "plant", "animal"))
     model = {"d_model": 16, "heads": 2, "layers": 1, "feed_forward": 16}
     run = ClassificationRun.create(tmp_path / "own", data, model, ClassificationTrainConfig(steps=1, threads=1))
-    run.fit(show=False)
+    run.fit()
+    assert " texts/s  left " in capsys.readouterr().err
     assert load_classifier(tmp_path / "own").labels == ("tool", "stone", "plant", "animal")
     assert run.model_config.classes == 4
 

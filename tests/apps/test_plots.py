@@ -70,7 +70,7 @@ def test_history_has_a_panel_for_every_value_and_a_line_for_every_run():
     figure = plot_history({"$5 or $6": [*TRAIN, *VALIDATION], "_large": TRAIN})  # a formula, a hidden name
     labels = [axes.get_ylabel() for axes in figure.axes]
     assert labels == [
-        "loss (nats per token)", "validation perplexity", "validation BLEU (percent)", "validation exact",
+        "loss (mean, in nats)", "validation perplexity", "validation BLEU (percent)", "validation exact",
     ]  # fmt: skip
     assert {axes.get_xlabel() for axes in figure.axes} == {"optimiser step"}
     loss, perplexity, bleu, _ = figure.axes

@@ -28,7 +28,7 @@ _OTHER_FONTS = (
 )  # fmt: skip
 _CHARACTERS_PER_INCH = 9.0  # of a title
 _LABELS = {
-    "loss": "loss (nats per token)",
+    "loss": "loss (mean, in nats)",
     "perplexity": "validation perplexity",
     "bleu": "validation BLEU (percent)",
     "chrf": "validation chrF (percent)",

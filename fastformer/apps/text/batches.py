@@ -324,6 +324,7 @@ class LabelledBatches(EpochBatches[LabelledBatch]):
         if len(labels) != len(sequences) or (lengths != sequences.lengths).any():
             raise ValueError("labels must be one for each sequence, or one for each token of each sequence")
         self.sequences, self.labels = sequences, labels
+        self.unit = "tokens" if isinstance(labels, Sequences) else "texts"  # what the loss is summed over
 
     def _batch_of(self, indices: Ints) -> LabelledBatch:
         chosen = self.sequences.take(indices)

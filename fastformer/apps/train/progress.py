@@ -15,13 +15,20 @@ _NOT_SHOWN = ("kind", "step", "epoch", "seconds", "tokens", "gradient_norm")
 
 
 class Progress:
-    """Shows a run on `stream` (standard error by default). `enabled=False` shows nothing. `clock`: in seconds."""
+    """Shows a run on `stream` (standard error by default). `enabled=False` shows nothing. `clock`: in seconds.
+
+    `unit`: what `tokens` of a batch counts.
+    """
 
     def __init__(
-        self, enabled: bool = True, stream: TextIO | None = None, clock: Callable[[], float] = time.monotonic
+        self,
+        enabled: bool = True,
+        stream: TextIO | None = None,
+        clock: Callable[[], float] = time.monotonic,
+        unit: str = "tokens",
     ) -> None:
         self._stream = sys.stderr if stream is None else stream
-        self._enabled, self._clock = enabled and self._stream is not None, clock
+        self._enabled, self._clock, self._unit = enabled and self._stream is not None, clock, unit
         self._bar: Any = None
         self._next = -math.inf  # when the next update is due: the first one after the first step
         self._next_epoch = -math.inf  # when the next epoch's line is due
@@ -52,7 +59,7 @@ class Progress:
         """Show the numbers of the last steps, if `due`; `progress` is the spent share of the budget."""
         if not self.due():
             return
-        text, left = describe(record), "?"
+        text, left = describe(record, self._unit), "?"
         if math.isfinite(seconds_left):
             minutes, seconds = divmod(max(round(seconds_left), 0), 60)
             left = f"{minutes // 60}:{minutes % 60:02}:{seconds:02}" if minutes >= 60 else f"{minutes}:{seconds:02}"
@@ -88,12 +95,12 @@ class Progress:
             self._enabled = False
 
 
-def describe(record: dict[str, Any]) -> str:
+def describe(record: dict[str, Any], unit: str = "tokens") -> str:
     """Return a record as one line: epoch, step, and its numbers with readable precision."""
     values = [f"epoch {record['epoch']}", f"step {record['step']:,}"]
     for name, value in record.items():
         if name == "tokens_per_second":
-            values.append(f"{value:,.0f} tokens/s")
+            values.append(f"{value:,.0f} {unit}/s")
         elif name == "lr":
             values.append(f"lr {value:.2e}")
         elif name not in _NOT_SHOWN and isinstance(value, float):

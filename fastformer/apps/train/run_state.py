@@ -18,6 +18,7 @@ class BatchSource(Protocol):
     """The training data. The batches of an epoch must depend on its number only, not on global generators.
 
     A batch has `tokens`, the number of real tokens that its loss is summed over, and `to(device, non_blocking)`.
+    The source may have `unit`, the plural noun that progress output calls them, such as "texts".
     Several processes also need `share(rank, world)`, which returns the sentences of process `rank` as a batch, or None;
     every sentence must be in the batch of exactly one process. CUDA graphs need a dataclass whose `SIDES` name all its
     fields (`fastformer.apps.text.Side`), ids packed `[T]`, and a loss that accepts a `Layout` in place of lengths.

@@ -86,7 +86,8 @@ class Trainer:
         self._metrics: dict[str, Any] = {}  # of the last validation; empty if the weights were trained since
         self._saved_step = -1  # of the last checkpoint; -1 before the first
         self._saved_interim = False  # whether the next checkpoint replaces the last one
-        self._progress = Progress(show and processes.is_main, clock=self._wall_clock)
+        unit = getattr(batches, "unit", "tokens")
+        self._progress = Progress(show and processes.is_main, clock=self._wall_clock, unit=unit)
         self._time = TimeBudget(config, validate is not None)
         self._log: MetricsLog | None = None  # open in process 0, while `fit` runs
         if config.threads is not None:

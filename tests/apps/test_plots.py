@@ -134,6 +134,13 @@ def test_tokens_are_text_and_never_formulas_and_long_ones_are_cut():
     assert not any(text.get_parse_math() for text in titles)
 
 
+def test_a_long_title_leaves_room_for_the_maps():
+    figure = plot_attention(torch.rand(1, 2, 8, 8), tokens(8), tokens(8), "word " * 400)
+    lines = figure.get_suptitle().splitlines()
+    assert len(lines) == 3
+    assert lines[-1].endswith("word …")
+
+
 def test_letters_that_no_font_has_give_one_line(tmp_path, caplog):
     figure = plot_attention(torch.rand(1, 2), ["\U0010e123", "\U0010e124"], ["→"])  # for private use
     figure_module.save(figure, tmp_path / "maps.png")

@@ -95,9 +95,10 @@ def grid(figure: "Figure", rows: int, columns: int, count: int) -> "list[Axes]":
 
 
 def set_title(figure: "Figure", title: str) -> None:
-    """Write a title above the whole figure, in as many lines as the figure's width requires."""
+    """Write a title above the whole figure, in as many lines as its width requires, but at most three."""
     width = int(figure.get_figwidth() * _CHARACTERS_PER_INCH)
-    figure.suptitle(textwrap.fill(title, width, break_on_hyphens=False), parse_math=False)
+    lines = textwrap.fill(title, width, break_on_hyphens=False, max_lines=3, placeholder=" …")
+    figure.suptitle(lines, parse_math=False)
 
 
 def plot_history(histories: Mapping[str, Sequence[Record]]) -> "Figure":

@@ -162,7 +162,7 @@ def test_the_run_folder_describes_itself(folder: Path) -> None:
     assert "run: classification run, " in command(folder, "info --run run")
 
 
-def test_a_trained_run_is_evaluated_on_its_texts_and_on_files(folder: Path) -> None:
+def test_a_trained_run_is_evaluated_on_its_texts_and_on_files(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
     out = command(folder, "evaluate --run run").splitlines()
     assert out[0] == "test: 16 texts of 3 labels; checkpoint best"
     assert [line.split()[0] for line in out[1:5]] == ["label", "animal", "plant", "tool"]
@@ -171,6 +171,10 @@ def test_a_trained_run_is_evaluated_on_its_texts_and_on_files(folder: Path) -> N
     assert "accuracy 50.00 % of 2 texts" in command(folder, "evaluate --run run --source other.tsv")
     corpus, actual = evaluate(folder / "run", folder / "other.tsv")
     assert (len(corpus), actual.predicted.tolist()) == (2, [0, 2])
+    assert not caplog.records
+    (folder / "long.tsv").write_text("plant\tmy oak" + " is here" * 200 + "\ntool\tthe saw\n")
+    evaluate(folder / "run", folder / "long.tsv")
+    assert [record.getMessage() for record in caplog.records] == ["1 of 2 texts were cut to 256 tokens"]
     assert "valid: 16 texts" in command(folder, "evaluate --run run --split valid --checkpoint last")
 
 

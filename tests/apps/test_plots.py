@@ -134,7 +134,7 @@ def test_tokens_are_text_and_never_formulas_and_long_ones_are_cut():
     assert not any(text.get_parse_math() for text in titles)
 
 
-def test_a_long_title_leaves_room_for_the_maps():
+def test_a_title_has_at_most_three_lines():
     figure = plot_attention(torch.rand(1, 2, 8, 8), tokens(8), tokens(8), "word " * 400)
     lines = figure.get_suptitle().splitlines()
     assert len(lines) == 3

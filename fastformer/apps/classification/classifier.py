@@ -79,13 +79,17 @@ class Classifier:
         """Yield logits by batch; raise FloatingPointError for NaN, which argmax would take for the largest."""
         check_texts("texts", texts)
         check_value("batch_size", batch_size, int, at_least=1)
-        sequences, cut = encode_texts(texts, self.tokenizer, self.max_length)
-        if cut:
-            logger.warning("%d of %d texts were cut to %d tokens", cut, len(texts), self.max_length)
-        for logits in class_logits(self.model, sequences, batch_size):
+        for logits in class_logits(self.model, self.encode(texts), batch_size):
             if bool(logits.isnan().any()):
                 raise FloatingPointError("the model's scores are not numbers: it has diverged")
             yield logits
+
+    def encode(self, texts: Sequence[str]) -> Sequences:
+        """Encode texts as the model reads them; warn of texts that are cut."""
+        sequences, cut = encode_texts(texts, self.tokenizer, self.max_length)
+        if cut:
+            logger.warning("%d of %d texts were cut to %d tokens", cut, len(texts), self.max_length)
+        return sequences
 
     def ranked(self, texts: Sequence[str], batch_size: int = 64) -> list[list[tuple[str, float]]]:
         """Return every label with its probability for each text, the most probable first; see `probabilities`."""

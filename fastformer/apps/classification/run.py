@@ -189,5 +189,4 @@ def evaluate(
     else:
         check_value("split", split, str, choices=("test", "valid"))
         corpus = read_labelled_corpora(ClassificationDataConfig(**APPLICATION.read_config(folder)["data"]))[split]
-    sequences, _ = encode_texts(corpus.texts, classifier.tokenizer, classifier.max_length)
-    return corpus, score_logits(class_logits(classifier.model, sequences), corpus)
+    return corpus, score_logits(class_logits(classifier.model, classifier.encode(corpus.texts)), corpus)

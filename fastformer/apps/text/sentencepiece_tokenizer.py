@@ -152,14 +152,14 @@ def train_sentencepiece(
     except RuntimeError as error:
         if match := re.search(r"smaller than required_chars\. \d+ vs (\d+)", str(error)):
             raise TextError(
-                f"vocabulary_size {vocabulary_size} is too small: the characters of these lines and the special "
+                f"a vocabulary of {vocabulary_size} is too small: the characters of these lines and the special "
                 f"symbols need {match[1]}; raise it, or lower character_coverage"
             ) from None
         raise TextError(f"sentencepiece cannot be trained on these lines: {error}") from error
     tokenizer = SentencePieceTokenizer(model.getvalue(), lowercase)
     if tokenizer.size < vocabulary_size:
         logger.warning(
-            "vocabulary_size %s is more than these %s lines allow for a %s model: using %s",
+            "a vocabulary of %s is more than these %s lines allow for a %s model: using %s",
             *(f"{vocabulary_size:,}", f"{len(texts):,}", model_type, f"{tokenizer.size:,}"),
         )
     return tokenizer

@@ -123,7 +123,7 @@ def test_only_the_given_lines_are_seen():
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"vocabulary_size": 9}, "vocabulary_size 9 is too small: .* need 2[0-9]"),
+        ({"vocabulary_size": 9}, "a vocabulary of 9 is too small: .* need 2[0-9]"),
         ({"character_coverage": 9995}, "cannot be trained on these lines: .*character_coverage"),
         ({"lines": []}, "no text to train a tokenizer on"),
         ({"lines": ["", " "]}, "no text to train a tokenizer on"),
@@ -231,7 +231,7 @@ def test_examples_in_the_docstrings():
 @pytest.mark.parametrize(("language", "size"), [("en", 7_931), ("de", 13_416), ("fr", 9_028)])
 def test_multi30k_allows_so_many_pieces(language, size, caplog):
     assert train_sentencepiece(read_lines(MULTI30K / f"train.{language}.gz"), 16_000).size == size
-    message = "vocabulary_size 16,000 is more than these 29,000 lines allow for a unigram model"
+    message = "a vocabulary of 16,000 is more than these 29,000 lines allow for a unigram model"
     assert caplog.messages == [f"{message}: using {size:,}"]
 
 

@@ -51,7 +51,8 @@ def request(address, path, body=None, **headers):
         with urllib.request.urlopen(urllib.request.Request(address + path, data, headers), timeout=60) as answer:
             return answer.status, answer.read().decode()
     except urllib.error.HTTPError as error:
-        return error.code, error.read().decode()
+        with error:
+            return error.code, error.read().decode()
 
 
 def post(address, path, **body):

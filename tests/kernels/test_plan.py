@@ -52,24 +52,6 @@ def test_most_calls_are_repeated_from_a_plan(facts):
             assert fact["repeated"] >= 0.7 * fact["calls"], name
 
 
-def test_what_is_forgotten_is_watched_anew(monkeypatch):
-    """Else a part of a launcher that a test replaces would not be asked, where an earlier test made the same call."""
-    seen = []
-
-    def watch(launcher, args, plans, key):
-        seen.append(key)
-        plans[key] = plan._NEVER
-
-    monkeypatch.setattr(plan.knobs.runtime, "interpret", False)
-    monkeypatch.setattr(plan, "_record_call", watch)
-    run, x = plan.planned(lambda x: x), torch.ones(2)
-    for calls in (1, 2):
-        run(x)
-        run(x)
-        assert len(seen) == calls
-        plan.forget()
-
-
 def test_plans_of_sizes_that_never_repeat_do_not_add_up(monkeypatch):
     kept = []
 

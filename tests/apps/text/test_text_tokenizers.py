@@ -4,7 +4,6 @@ import doctest
 import json
 import logging
 import pickle
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -20,7 +19,6 @@ from fastformer.apps.text import (
     encode_source,
     load_tokenizer,
     number_corpus,
-    read_lines,
     train_sentencepiece,
     word_tokenizer,
 )
@@ -28,7 +26,6 @@ from fastformer.apps.text.vocabulary import learn_tokenizer
 from fastformer.apps.translation.run import DataConfig
 
 LINES = number_corpus("fr", 400, 1, 1)[0].target
-MULTI30K = Path(__file__).parents[4] / "shared" / "data" / "multi30k"
 
 
 @pytest.fixture(autouse=True)
@@ -110,14 +107,6 @@ def test_a_vocabulary_too_large_is_clamped_with_one_warning(model_type, caplog, 
     assert largest.model == tokenizer.model
     assert len(caplog.records) == 1
     assert capfd.readouterr() == ("", "")  # sentencepiece's own log is silent
-
-
-def test_only_the_given_lines_are_seen():
-    """A tutorial trained its tokenizers on validation data too: a character that only occurs there must be unknown."""
-    training, validation = ["the cat sat", "the dog ran"] * 4, "the žebra ran"
-    for tokenizer in (learn("char", training, 20), learn("punctuation", training)):
-        assert tokenizer.unk_id in tokenizer.encode(validation)
-        assert tokenizer.unk_id not in tokenizer.encode("the cat ran")
 
 
 @pytest.mark.parametrize(
@@ -224,15 +213,6 @@ def test_detokenised_text_is_the_text(text):
 def test_examples_in_the_docstrings():
     assert word_tokenizer.split_words("cafe\u0301 noir") == ["café", "noir"]  # NFC
     assert doctest.testmod(word_tokenizer) == (0, 2)
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(not MULTI30K.is_dir(), reason="the Multi30k files are not there")
-@pytest.mark.parametrize(("language", "size"), [("en", 7_931), ("de", 13_416), ("fr", 9_028)])
-def test_multi30k_allows_so_many_pieces(language, size, caplog):
-    assert train_sentencepiece(read_lines(MULTI30K / f"train.{language}.gz"), 16_000).size == size
-    message = "a vocabulary of 16,000 is more than these 29,000 lines allow for a unigram model"
-    assert caplog.messages == [f"{message}: using {size:,}"]
 
 
 @pytest.mark.parametrize("lowercase", [False, True])

@@ -46,7 +46,7 @@ def broken_limits(arch: int | str, result: Resources | str) -> Iterator[tuple[st
     if result.replication > 1.0:
         yield "replicated", f"its products are computed {result.replication} times"
     if result.unfenced:
-        yield "fences", f"{result.unfenced} wgmma may read what was written without a fence.proxy.async since"
+        yield "fences", f"{result.unfenced} products may read what was written without a fence.proxy.async since"
     if result.serialised:
         yield "serialised", f"its {result.wgmma} wgmma are serialised"
 

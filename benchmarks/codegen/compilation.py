@@ -240,7 +240,11 @@ def compile_job(job: Job) -> Resources:
     """Compile and read the result; raises what Triton raises."""
     import triton
 
+    from fastformer_kernels.host.fences import change_stages
+
     source, target = source_of(job)
+    if job.options.get("ptx_options"):  # the mark of kernels that get fences
+        triton.knobs.runtime.add_stages_inspection_hook = change_stages
     compiled = triton.compile(source, target=target, options=job.options)
     if isinstance(job.arch, str):
         return read_amd(compiled)

@@ -59,7 +59,7 @@ class Resources(NamedTuple):
     other_dots: int  # on sm_90, products of tiles of 16 bits or tf32 that are not wgmma
     async_copies: int  # cp.async and TMA instructions in the PTX
     replication: float = 1.0  # how many times each element of a product is computed
-    unfenced: int = 0  # on sm_90, wgmma without a fence after what was written for them
+    unfenced: int = 0  # on sm_90 and sm_100, products without a fence after what was written for them
     loops: tuple[Loop, ...] = ()  # of the kernels of `loops.TILES`, on sm_80 and sm_90
 
     def entry(self) -> dict[str, Any]:

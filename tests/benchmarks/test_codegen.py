@@ -264,7 +264,7 @@ def test_update_keeps_other_rows_and_other_versions(budget, capsys):
 
 def test_a_missing_fence_breaks_a_limit():
     """The other limits: `codegen_faults`."""
-    message = "3 wgmma may read what was written without a fence.proxy.async since"
+    message = "3 products may read what was written without a fence.proxy.async since"
     assert list(broken_limits(90, GOOD)) == []
     assert list(broken_limits(90, GOOD._replace(unfenced=3))) == [("fences", message)]
 

@@ -4,6 +4,7 @@ import json
 import re
 import subprocess
 from pathlib import Path
+from types import SimpleNamespace
 from typing import NamedTuple
 
 import pytest
@@ -13,6 +14,7 @@ from benchmarks.codegen.checks.fences import unfenced
 from benchmarks.codegen.checks.layouts import replication
 from benchmarks.codegen.checks.loops import TILES, loop_figures, tile_of
 from tests.benchmarks.conftest import TRITON, needs_triton
+from tests.support.python import python
 
 
 class Compiled(NamedTuple):
@@ -46,6 +48,15 @@ def without(text: str, pattern: str, number: int) -> str:
     return "\n".join(lines)
 
 
+PRODUCTS = pytest.mark.parametrize(
+    "product",
+    [
+        "wgmma.mma_async.sync.aligned.m64n64k16.f32.bf16.bf16 {%r1}, %rd1, %rd2;",
+        "@%p3 tcgen05.mma.cta_group::1.kind::f16 [ %r1 + 0 ], %rd1, %rd2, %r2, %p1;",
+    ],
+)
+
+
 @pytest.mark.parametrize(
     ("between", "count"),
     [
@@ -59,23 +70,63 @@ def without(text: str, pattern: str, number: int) -> str:
         ("cp.async.wait_group 0; ld.shared.b32 %r2, [ %r1 + 4 ];", 1),
     ],
 )
-def test_a_product_after_a_write_needs_a_fence(between, count):
+@PRODUCTS
+def test_a_product_after_a_write_needs_a_fence(between, count, product):
     lines = "\n".join(f"    {line.strip()};" for line in between.split(";") if line.strip())
-    assert (
-        unfenced(f"{lines}\n    wgmma.mma_async.sync.aligned.m64n64k16.f32.bf16.bf16 {{%r1}}, %rd1, %rd2;\n") == count
-    )
+    assert unfenced(f"{lines}\n    {product}\n") == count
 
 
 @needs_triton
-def test_each_wait_for_copies_gets_the_fence_that_triton_3_6_leaves_out():
+@PRODUCTS
+def test_each_wait_for_copies_gets_the_fence_that_triton_leaves_out(product):
     from fastformer_kernels.host.fences import add_fences
 
     copied = "\tcp.async.wait_group \t2;\n\tbar.sync 0;\n\tcp.async.wait_all;\n"
-    ptx = f"{copied}\twgmma.mma_async.sync.aligned.m64n64k16.f32.bf16.bf16 {{%r1}}, %rd1, %rd2;\n"
+    ptx = f"{copied}\t{product}\n"
     assert unfenced(ptx) == 1
     assert unfenced(add_fences(ptx)) == 0
     assert add_fences(ptx).count("fence.proxy.async.shared::cta;") == 2
-    assert add_fences(copied) == copied  # no wgmma
+    assert add_fences(copied) == copied  # no product
+
+
+@needs_triton
+@pytest.mark.slow
+def test_the_products_of_attentions_backward_are_fenced_on_sm_100(tmp_path):
+    """Triton 3.6 to 3.8 leave 8 fences out of each kernel."""
+    code = """if True:
+        from benchmarks.codegen.compilation import compile_job, find_cases, record
+        name = "attention/backward K 64 T 1024 bfloat16 light"
+        rows, faults = record([case for case in find_cases("benchmarks.codegen.cases") if case[0] == name], 100)
+        print(*[(resources := compile_job(row.job)).wgmma > 0 and resources.unfenced for row in rows], *faults)
+    """
+    actual = python("-c", code, TRITON_CACHE_DIR=str(tmp_path), TRITON_INTERPRET=None)
+    assert actual.stdout == "0 0\n", actual.stderr
+
+
+@needs_triton
+def test_fences_are_for_the_gpus_that_lack_them(monkeypatch):
+    from triton import knobs
+    from triton.backends.compiler import GPUTarget
+
+    from fastformer_kernels.host import fences
+
+    monkeypatch.setattr(knobs.runtime, "add_stages_inspection_hook", None)
+    monkeypatch.setattr(fences, "_LACKING", ("sm_100",))
+    for number, (target, gets_fences) in enumerate(
+        [
+            (GPUTarget("cuda", 90, 32), False),
+            (GPUTarget("cuda", 120, 32), False),
+            (GPUTarget("hip", "gfx942", 64), False),
+            (GPUTarget("cuda", 100, 32), True),
+            (GPUTarget("cuda", 103, 32), True),
+        ]
+    ):
+        monkeypatch.setattr(
+            fences, "driver", SimpleNamespace(active=SimpleNamespace(get_current_target=lambda t=target: t))
+        )
+        assert bool(fences.options_of.__wrapped__(number)) == gets_fences
+        assert (knobs.runtime.add_stages_inspection_hook is not None) == gets_fences
+    assert fences.change_stages() == ("", "")  # as Triton calls the hook from 3.7 on, for keys of kernels
 
 
 def test_a_write_counts_around_a_loop():

@@ -1,9 +1,9 @@
-"""Find missing fences between the two proxies of shared memory on sm_90, in PTX.
+"""Find missing fences between the two proxies of shared memory on sm_90 and sm_100, in PTX.
 
 Threads write shared memory through the generic proxy (st.shared, and cp.async, complete at its cp.async.wait_group);
-wgmma reads its operands through the async proxy. PTX requires a `fence.proxy.async` between (PTX ISA, "Async proxy");
-without one a product may read old contents. Counted is each `wgmma.mma_async` that some path reaches after such a write
-and without the fence.
+wgmma and tcgen05.mma read their operands through the async proxy. PTX requires a `fence.proxy.async` between (PTX ISA,
+"Async proxy"); without one a product may read old contents. Counted is each product that some path reaches after such a
+write and without the fence.
 
 Memory that threads read back (ld.shared, ldmatrix) converts a layout or reduces a row and is no operand: stores before
 such a load are not counted. An operand stored before it, unfenced, would be missed; cp.async is not.
@@ -18,7 +18,7 @@ _WAIT = re.compile(r"\bcp\.async\.wait_(?:group|all)\b")
 _STORE = re.compile(r"\b(?:st\.shared|stmatrix)\b")
 _LOAD = re.compile(r"\b(?:ld\.shared|ldmatrix)\b")
 _FENCE = re.compile(r"\bfence\.proxy\.async\b")
-_PRODUCT = re.compile(r"\bwgmma\.mma_async\b")
+_PRODUCT = re.compile(r"\b(?:wgmma\.mma_async|tcgen05\.mma)\b")
 
 
 class _Unfenced(NamedTuple):
@@ -38,7 +38,7 @@ class _Unfenced(NamedTuple):
 
 
 def unfenced(ptx: str) -> int:
-    """Return how many wgmma may read shared memory that was written since the last fence."""
+    """Return how many products may read shared memory that was written since the last fence."""
     code = blocks(ptx)
     counted: set[tuple[int, int]] = set()
     seen: set[tuple[int, _Unfenced]] = set()

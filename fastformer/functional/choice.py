@@ -19,7 +19,7 @@ from fastformer.functional.attention.rules import AttentionRules
 from fastformer.functional.preferences import SIXTEEN_BITS, Use, why_sdpa
 from fastformer.host.devices import product_dtype
 from fastformer.modes import compiling, forward_ad, function_modes, functorch_level, in_vmap
-from fastformer_kernels.host.architecture import EXACT_ON_TENSOR_CORES, architecture_of, target_of
+from fastformer_kernels.host.architecture import EXACT_ON_TENSOR_CORES, WITHOUT_TF32, architecture_of, target_of
 
 OPS = (
     "attention",
@@ -133,9 +133,12 @@ def on_plain_cores(q: Tensor, head_size: int) -> bool:
 
     They do in exact fp32, except for heads up to `EXACT_ON_TENSOR_CORES`, whose products are three of tf32.
     """
-    if compiling() or product_dtype(q) != torch.float32 or torch.backends.cuda.matmul.fp32_precision == "tf32":
+    if compiling() or product_dtype(q) != torch.float32:
         return False
-    return head_size > EXACT_ON_TENSOR_CORES.get(architecture_of(target_of(q.get_device())) or "", 0)
+    architecture = architecture_of(target_of(q.get_device())) or ""
+    if torch.backends.cuda.matmul.fp32_precision == "tf32" and architecture not in WITHOUT_TF32:
+        return False
+    return head_size > EXACT_ON_TENSOR_CORES.get(architecture, 0)
 
 
 def runs_fused(

@@ -188,12 +188,14 @@ def test_the_backend_and_determinism_decide_first(run):
         torch.use_deterministic_algorithms(False)
 
 
-def test_kernels_that_multiply_in_tf32_keep_calls_with_padding(run):
+def test_kernels_that_multiply_in_tf32_keep_calls_with_padding(run, monkeypatch):
     call, expected = CALLS["lengths, fp32"]
     precision = torch.backends.cuda.matmul.fp32_precision
     torch.backends.cuda.matmul.fp32_precision = "tf32"
     try:
         assert run("sm_80", lambda: attend(**call)) == "triton"
+        monkeypatch.setattr(choice, "WITHOUT_TF32", {"sm_80"})
+        assert run("sm_80", lambda: attend(**call)) == expected
     finally:
         torch.backends.cuda.matmul.fp32_precision = precision
     assert run("sm_80", lambda: attend(**call)) == expected

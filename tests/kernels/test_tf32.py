@@ -60,6 +60,10 @@ def high():
 
 @pytest.mark.parametrize("K", HEADS)
 def test_all_products_are_tf32_if_torch_allows_it(K, launched, high):
+    from fastformer_kernels.host import launch
+
+    if launch.device_of(torch.empty(0, device=DEVICE)).architecture in launch.WITHOUT_TF32:
+        pytest.skip("not on this GPU")
     attend(K, torch.float32)
     assert {name: launched[name]["PRECISION"] for name in KERNELS} == dict.fromkeys(KERNELS, "tf32")
 
@@ -69,6 +73,18 @@ def test_no_product_is_tf32_where_it_cannot_be(K, dtype, launched, high):
     """In 16 bits there is one way to multiply; for wide heads no tile of tf32 fits into registers."""
     attend(K, dtype)
     assert {name: launched[name]["PRECISION"] for name in KERNELS} == dict.fromkeys(KERNELS, "ieee")
+
+
+def test_no_product_is_tf32_where_triton_leaves_out_a_barrier(launched, high, monkeypatch):
+    from fastformer_kernels.host import launch
+
+    device = launch.Device("sm_103", 148, 227 << 10)
+    monkeypatch.setattr(launch, "assumed", device)
+    monkeypatch.setattr(launch, "_properties", lambda index: device)
+    for without_tf32, precision in ((set(), "tf32"), ({"sm_100"}, "ieee")):
+        monkeypatch.setattr(launch, "WITHOUT_TF32", without_tf32)
+        attend(64, torch.float32)
+        assert {name: launched[name]["PRECISION"] for name in KERNELS} == dict.fromkeys(KERNELS, precision)
 
 
 @pytest.mark.parametrize("target", ["sm_80", "sm_90"])

@@ -3,12 +3,27 @@
 Does not import Triton, so that an implementation can be chosen where Triton is not installed.
 """
 
+from importlib import metadata
+
 import torch
 
 _MFMA = ("gfx90a", "gfx942", "gfx950")
 # The largest head size whose exact fp32 attention is multiplied on tensor cores, forward and backward, by architecture.
 EXACT_ON_TENSOR_CORES = {"sm_90": 128}
 _targets: dict[int, str] = {}  # by device; torch.compile warns of functools.cache
+
+
+def _without_tf32() -> set[str]:
+    try:
+        lacks_barriers = metadata.version("triton").startswith(("3.6.", "3.7."))
+    except metadata.PackageNotFoundError:  # none, or a build of another name
+        lacks_barriers = False
+    return {"gfx9", "gfx12", "sm_100"} if lacks_barriers else {"gfx9", "gfx12"}
+
+
+# The architectures on which fp32 is exact whatever torch allows: of AMD's GPUs only gfx942 has tf32. On sm_100, Triton
+# 3.6 and 3.7 leave out the barrier between the stores of an operand of tf32 and its product, in attention's backward.
+WITHOUT_TF32 = _without_tf32()
 
 
 def target_of(device: int) -> str:

@@ -14,7 +14,7 @@ from triton import knobs
 from triton.runtime import driver
 
 from fastformer_kernels.host import fences
-from fastformer_kernels.host.architecture import architecture_of, target_of
+from fastformer_kernels.host.architecture import WITHOUT_TF32, architecture_of, target_of
 
 # Fused multiply-add, which Triton 3.10 turns off unless requested; every version from 3.6 on takes the option.
 _ENABLE_FP_FUSION = True
@@ -102,11 +102,11 @@ def guard(x: Tensor) -> Any:
 def precision(x: Tensor) -> str:
     """Return the input precision of `tl.dot` for tensors like `x`: the precision of torch's own matrix products.
 
-    Tensors of 16 bits have one precision only. On AMD's GPUs fp32 is always exact: only gfx942 supports tf32.
+    Tensors of 16 bits have one precision only. On some GPUs fp32 is always exact (`architecture.WITHOUT_TF32`).
     """
     # torch.backends.cuda.matmul.fp32_precision calls this, in 2 us more
     tf32 = x.dtype == torch.float32 and torch._C._get_fp32_precision_getter("cuda", "matmul") == "tf32"
-    return "tf32" if tf32 and not device_of(x).is_amd else "ieee"
+    return "tf32" if tf32 and device_of(x).architecture not in WITHOUT_TF32 else "ieee"
 
 
 def cdiv(a: int, b: int) -> int:

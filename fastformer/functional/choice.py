@@ -89,6 +89,8 @@ def unsupported(op: str, x: Tensor) -> str | None:
         return f"{op} needs sm_80 or newer, gfx90a, gfx942, gfx950, gfx11 or gfx12, not {target}"
     elif target.startswith("gfx") and process.backend != "triton":
         return f"{op} is not measured on this GPU, {target}; backend 'triton' runs the kernels"
+    elif _INTERPRETED and process.backend != "triton":
+        return f"{op} would run in the interpreter (TRITON_INTERPRET=1), which runs only for backend 'triton'"
     elif FAULT_OF_LAUNCHERS is not None:
         return f"{op} {FAULT_OF_LAUNCHERS}"
     if x.is_nested or (type(x) is not Tensor and hasattr(x, "device_mesh")):

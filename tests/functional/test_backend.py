@@ -52,6 +52,7 @@ def run(monkeypatch):
     monkeypatch.setattr(op.reference, "allowed_positions", lambda *_: None)
     monkeypatch.setattr(op.reference, "blank_padding", lambda q, k, v, rules: (q, k, v))
     monkeypatch.setattr(choice, "FAULT_OF_LAUNCHERS", None)
+    monkeypatch.setattr(choice, "_INTERPRETED", False)
 
     def run(target, call, backend="auto"):
         taken.clear()
@@ -188,6 +189,15 @@ def test_the_backend_and_determinism_decide_first(run):
         torch.use_deterministic_algorithms(False)
 
 
+def test_auto_interprets_no_kernel_on_a_gpu(run, monkeypatch):
+    """With TRITON_INTERPRET=1 Triton would copy all tensors to the CPU, where products in bf16 are wrong."""
+    call, expected = CALLS["softcap"]
+    assert run("sm_90", lambda: attend(**call)) == expected == "triton"
+    monkeypatch.setattr(choice, "_INTERPRETED", True)
+    assert run("sm_90", lambda: attend(**call)) == "reference"
+    assert run("sm_90", lambda: attend(**call), backend="triton") == "triton"
+
+
 def test_kernels_that_multiply_in_tf32_keep_calls_with_padding(run, monkeypatch):
     call, expected = CALLS["lengths, fp32"]
     precision = torch.backends.cuda.matmul.fp32_precision
@@ -238,6 +248,7 @@ def test_packed_sequences_of_one_length_are_a_plain_call(lengths, target, dtype,
 
 
 def test_explain_says_what_sdpa_takes_and_why(monkeypatch):
+    monkeypatch.setattr(choice, "_INTERPRETED", False)
     for target, reason in (
         ("sm_90", "0.73 of SDPA's speed in training on sm_90, measured 2026-11-26"),
         ("sm_120", "not known"),

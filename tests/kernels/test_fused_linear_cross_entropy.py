@@ -6,6 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch._subclasses import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import fastformer
@@ -24,6 +25,23 @@ IGNORED = -100
 @pytest.fixture
 def kernels():
     return pytest.importorskip("fastformer_kernels.linear_cross_entropy.kernels")
+
+
+@pytest.mark.parametrize("dtype", DTYPES[1:], ids=str)
+@pytest.mark.parametrize("fp16_sums", [False, True])
+def test_products_are_summed_in_fp32_also_if_torch_may_sum_in_fp16(dtype, fp16_sums, kernels, monkeypatch):
+    """torch has no product of fp16 with a result in fp32 then, and raises."""
+    calls = []
+    monkeypatch.setattr(torch, "addmm", lambda *_, **options: calls.append(options["out_dtype"]))
+    settings = torch.backends.cuda.matmul
+    settings.allow_fp16_accumulation = fp16_sums
+    try:
+        with FakeTensorMode(), torch.device("cuda"):
+            total = torch.empty(4, 4)
+            kernels._add_product(total, *(torch.empty(4, 4, dtype=dtype) for _ in range(2)), beta=1.0, alpha=1.0)
+    finally:
+        settings.allow_fp16_accumulation = False
+    assert calls == ([] if fp16_sums and dtype == torch.float16 else [torch.float32])
 
 
 @pytest.fixture

@@ -194,10 +194,10 @@ def _add_product(total: Tensor, a: Tensor, b: Tensor, beta: float, alpha: float)
     # Autocast does not cast inputs of these, as it would for `torch.mm` without `out`.
     if a.dtype == total.dtype:
         total.addmm_(a, b, beta=beta, alpha=alpha)
-    elif a.is_cuda:
+    elif a.is_cuda and not (a.dtype == torch.float16 and torch.backends.cuda.matmul.allow_fp16_accumulation):
         torch.addmm(total, a, b, out_dtype=total.dtype, beta=beta, alpha=alpha, out=total)
     else:
-        # Only CUDA has such a product; tensors of the interpreter and meta tensors are handled here.
+        # Only CUDA has such a product, and none of fp16 if sums may be fp16. Also of the interpreter and meta tensors.
         total.addmm_(a.to(total.dtype), b.to(total.dtype), beta=beta, alpha=alpha)
 
 

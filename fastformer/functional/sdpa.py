@@ -52,6 +52,8 @@ def sdpa(
     Reads masks of padding and causality: `[B, 1, 1, S]`, `[B, 1, T, S]` or `[T, S]`, bool or of 0 and -inf, with
     padding on the left or right. A mask is read once: layers that get the same mask, or the same view of one, share the
     result until it is changed in place. In inference mode, whose tensors count no changes, each call reads its mask.
+    Replayed CUDA graphs count none either: pass a clone of a mask that one writes, such as the output of a function
+    compiled with mode "reduce-overhead".
     Every other call goes to SDPA unchanged: other masks, `torch.compile`, and on a CPU fewer than 128 tokens, or little
     padding.
 

@@ -135,7 +135,9 @@ def record(cases: Cases, arch: int | str) -> tuple[list[Row], list[str]]:
             return True
         options = json.loads(compile["specialization_data"])["options"]
         options = {name: tuple(value) if isinstance(value, list) else value for name, value in options.items()}
-        job = Job(arch, fn.module, fn.name, compile["signature"], compile["constants"], compile["configs"][0], options)
+        parameters = len(fn.jit_function.params)  # Triton appends an attribute where stages are changed
+        attributes = {path: value for path, value in compile["configs"][0].items() if path[0] < parameters}
+        job = Job(arch, fn.module, fn.name, compile["signature"], compile["constants"], attributes, options)
         chosen = _chosen(fn.jit_function, job.constants)
         chosen |= {name: options.get(name) for name in ("num_warps", "num_stages", "maxnreg")}
         configuration = " ".join(f"{name}={value}" for name, value in chosen.items() if value is not None)

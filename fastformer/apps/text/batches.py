@@ -158,8 +158,8 @@ class Batches(EpochBatches[Batch]):
         longest = self._lengths.max(0)
         if tokens is not None and longest.max() > tokens:
             raise ValueError(
-                f"tokens={tokens} is less than sentence pair {longest.argmax() + 1}, which has {longest.max()} tokens "
-                "with eos: raise tokens, or lower max_length"
+                f"batches of {tokens} tokens are too small for sentence pair {longest.argmax() + 1}, which has "
+                f"{longest.max()} tokens with eos: raise their size, or lower max_length"
             )
 
     def _batches_of(self, order: Ints, random: np.random.Generator) -> list[Ints]:

@@ -10,6 +10,16 @@ import pydantic.dataclasses
 from fastformer.apps.train.config import TrainConfig
 
 
+# How a run ended, in words, by `Result.reason`.
+ENDS = {
+    "steps": "all steps are made",
+    "epochs": "all epochs are complete",
+    "minutes": "the time is spent",
+    "patience": "validations were no better for long enough",
+    "interrupted": "interrupted",
+}
+
+
 class DivergedError(FloatingPointError):
     """The loss or the gradient is not finite; the last good checkpoint is untouched."""
 

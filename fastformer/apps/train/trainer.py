@@ -33,7 +33,7 @@ from fastformer.apps.train.parallel import unsharded_parameters, whole_tensors, 
 from fastformer.apps.train.processes import ProcessError, Processes
 from fastformer.apps.train.progress import Progress
 from fastformer.apps.train.randomness import preserved_randomness, random_state, seed_everything, set_random_state
-from fastformer.apps.train.run_state import BatchSource, DivergedError, Position, Result
+from fastformer.apps.train.run_state import ENDS, BatchSource, DivergedError, Position, Result
 from fastformer.apps.train.schedules import Schedule
 from fastformer.apps.train.validation import TimeBudget, Validation, check_values
 
@@ -165,7 +165,10 @@ class Trainer:
             progress = stack.enter_context(self._progress)
             self._interrupted = stack.enter_context(interruptible(lambda: progress.line(_NOTICE)))
             saves = f"saved every {self.config.save_minutes:g} minutes and with each validation"
-            progress.line(f"training begins: {self.config.end}; {saves}")
+            if self.ended is None:
+                progress.line(f"training begins: {self.config.end}; {saves}")
+            else:
+                progress.line(f"nothing to train: {self._at.step:,} steps were made before; {ENDS[self.ended]}")
             reason = self._train()
             self._finish(reason)
             at, best = self._at, (self.checkpoints.best_value(), self.checkpoints.best())
@@ -328,7 +331,7 @@ class Trainer:
             self._progress.record(record, best)
         if self.config.average > 1 and reason != "interrupted":
             self._average()
-        self._progress.line(f"ended at step {self._at.step:,}: {reason}")
+        self._progress.line(f"training ends at step {self._at.step:,}: {ENDS[reason]}")
 
     def _average(self) -> None:
         """Validate and save the average of the last checkpoints; the model keeps its weights."""

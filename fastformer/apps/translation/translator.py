@@ -185,5 +185,7 @@ class Translator:
         most = self.max_source_length - 1
         for number, length in enumerate(sequences.lengths.tolist(), start=1):
             if not 1 <= length <= most:
-                raise ValueError(f"{side} {number} has {length} tokens; scored sentences must have 1 to {most}")
+                raise ValueError(
+                    f"{side} {number} has {length} tokens, and this model scores sentences of 1 to {most}: leave it out"
+                )
         return sequences

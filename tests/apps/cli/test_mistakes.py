@@ -107,7 +107,7 @@ LATE = [
     ),
     (
         "score --run tr --source blank.txt --target three.txt",
-        "source 1 has 0 tokens; scored sentences must have 1",
+        "source 1 has 0 tokens, and this model scores sentences of 1 to",
     ),
     ("translate --run tr --sample --beam 2 a", "beam has an effect only with sample=False"),
     ("evaluate --run tr --n-best 2", "n_best has no effect here: the best translation is scored"),

@@ -254,7 +254,7 @@ def test_plain_progress_shows_loss_speed_time_left_and_validations_by_time(tmp_p
     assert validations[0].startswith("validation: epoch 1  step 5  loss 1.")
     assert "perplexity" in validations[0]
     assert sum(line.startswith("mean of training: epoch ") for line in lines) == 2
-    assert lines[-1] == "ended at step 20: steps"
+    assert lines[-1] == "training ends at step 20: all steps are made"
     assert not records(tmp_path)
 
 

@@ -9,7 +9,6 @@ import pydantic.dataclasses
 
 from fastformer.apps.train.config import TrainConfig
 
-
 # How a run ended, in words, by `Result.reason`.
 ENDS = {
     "steps": "all steps are made",

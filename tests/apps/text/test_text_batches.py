@@ -190,7 +190,7 @@ def test_bad_arguments_of_batches():
     for options in ({}, {"sentences": 2, "tokens": 9}):
         with pytest.raises(ValueError, match="give either sentences or tokens, got sentences="):
             Batches(pairs, **options)
-    with pytest.raises(ValueError, match="batches of 20 tokens are too small for sentence pair 2, which has 31 tokens with eos"):
+    with pytest.raises(ValueError, match="batches of 20 tokens are too small for sentence pair 2, which has 31 tokens"):
         Batches(pairs, tokens=20)
     assert Batches(pairs, tokens=31).batches_in(0) == 2
     with pytest.raises(ValueError, match="there are no sequences to make batches of"):

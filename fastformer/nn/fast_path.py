@@ -79,7 +79,9 @@ def _is_supported(layer: Any) -> bool:
         return False
     if len(unmodified_children(layer, layer.part_types)) != len(modules) - ("activation" in modules):
         return False
-    for attention in layer.attentions:
+    for name in ("self_attn", "multihead_attn"):
+        if (attention := modules.get(name)) is None:
+            continue
         if attention.has_sinks or attention.by_distance or attention.softcap is not None or attention.training:
             return False
         if attention.bias_k is not None or attention.add_zero_attn or not attention._qkv_same_embed_dim:
@@ -210,15 +212,16 @@ def takes_packed(
     ops = "layer_norm", "feed_forward", "packed_attention"
     if autocasts(x) or not all(runs_fused(op, x) for op in ops) or not _has_unmodified_layers(stack):
         return False
-    if not len(stack.layers) or any((len(layer.attentions) > 1) != has_memory for layer in stack.layers):
+    modules = [layer._modules for layer in stack.layers]
+    if not modules or any(("multihead_attn" in each) != has_memory for each in modules):
         return False
-    attentions = [attention for layer in stack.layers for attention in layer.attentions]
+    attentions = [each[name] for each in modules for name in ("self_attn", "multihead_attn") if name in each]
     head_size = max(a.in_proj_weight.shape[0] // (a.num_heads + 2 * a.kv_heads) for a in attentions)
     if head_size > LARGEST_HEAD:
         return False
     if get_backend() == "auto" and (layout.full or on_plain_cores(x, head_size)):
         return False
-    norms = [child for layer in stack.layers for name, child in layer._modules.items() if name.startswith("norm")]
+    norms = [each[name] for each in modules for name in ("norm1", "norm2", "norm3") if name in each]
     return all(_fits(norm, x) for norm in (*norms, *([] if stack.norm is None else [stack.norm])))
 
 

@@ -40,8 +40,7 @@ def runs_composed(layer: nn.Module) -> bool:
 
     Users replace blocks in the instance, too, to get at attention weights.
     """
-    state = layer.__dict__
-    return getattr(type(layer), "runs_packed", False) and not any(name in state for name in BLOCKS)
+    return getattr(type(layer), "runs_packed", False) and layer.__dict__.keys().isdisjoint(BLOCKS)
 
 
 def has_hooks(modules: Iterable[nn.Module]) -> bool:

@@ -40,7 +40,9 @@ def runs_composed(layer: nn.Module) -> bool:
 
     Users replace blocks in the instance, too, to get at attention weights.
     """
-    return getattr(type(layer), "runs_packed", False) and layer.__dict__.keys().isdisjoint(BLOCKS)
+    state = layer.__dict__
+    replaced = "_sa_block" in state or "_mha_block" in state or "_ff_block" in state
+    return getattr(type(layer), "runs_packed", False) and not replaced
 
 
 def has_hooks(modules: Iterable[nn.Module]) -> bool:

@@ -197,18 +197,24 @@ def test_every_file_that_says_something_of_a_cpu_has_a_quick_case_there():
     assert {case.partition("::")[0] for case in cases} == files
 
 
-def test_a_benchmark_fails_where_a_graph_is_not_captured():
-    marks, recorder = [], SimpleNamespace(capture=broken)
-    item = SimpleNamespace(
+def collected(size, *marks):
+    """A case of a benchmark, as pytest has it."""
+    added = []
+    return SimpleNamespace(
         path=conftest.HERE / "bench_thing.py",
-        callspec=SimpleNamespace(params={"size": "usual"}),
+        callspec=SimpleNamespace(params={"size": size}),
         extra_keyword_matches=set(),
-        get_closest_marker=lambda name: None,
-        add_marker=lambda mark: marks.append(mark.mark),
+        get_closest_marker=lambda name: name if name in marks else None,
+        added=added,
+        add_marker=lambda mark: added.append(mark.mark),
     )
+
+
+def test_a_benchmark_fails_where_a_graph_is_not_captured():
+    item, recorder = collected("usual"), SimpleNamespace(capture=broken)
     conftest.pytest_collection_modifyitems(SimpleNamespace(getoption=lambda name: True), [item])
     with warnings.catch_warnings():
-        for mark in marks:
+        for mark in item.added:
             if mark.name == "filterwarnings":
                 warnings.filterwarnings(*parse_warning_filter(*mark.args, escape=False))
         with pytest.raises(RuntimeWarning, match="decoding goes on without CUDA graphs"):

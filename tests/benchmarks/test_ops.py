@@ -5,6 +5,7 @@ Those of attention count, mask and draw lengths as they say; their glue for comp
 
 import ast
 import inspect
+from functools import partial
 from pathlib import Path
 from unittest import mock
 
@@ -25,6 +26,7 @@ from benchmarks.harness.race import DIRECTIONS, Op
 from fastformer import functional
 from fastformer.apps.text import EncodedPairs, Sequences, SpecialIds
 from fastformer.apps.translation.model import TranslationConfig
+from fastformer.host.cuda_graphs import Recorded
 from tests.benchmarks.conftest import CPU, make_race
 from tests.support.closeness import assert_close
 
@@ -43,6 +45,19 @@ def test_what_is_timed_may_be_another_call_than_what_is_compared():
     assert ran[:2] == ["ours", "theirs"]
     assert set(ran[2:]) == {"ours, timed", "theirs, timed"}
     assert [row.status for row in race.record.rows] == ["dry run"]
+
+
+def test_what_is_captured_has_run_before(monkeypatch):
+    done = []
+
+    def capture(step):
+        step()
+        return Recorded(lambda: done.append("replay"), None)
+
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: done.append("wait"))
+    monkeypatch.setattr(clock, "CudaRecorder", lambda device, keeps_memory: mock.Mock(capture=capture))
+    Stopwatch(torch.device("cpu")).replay(lambda: done.append("run"))()
+    assert done == ["run", "run", "run", "wait", "run", "replay"]
 
 
 def test_the_cache_is_flushed_by_reading_so_that_the_call_pays_for_no_line_of_another(monkeypatch):
@@ -139,6 +154,18 @@ def test_liger_has_the_ops_by_the_names_and_arguments_that_are_used(op, count, k
     if not torch.cuda.is_available():
         with pytest.raises(Exception, match="nvidia-cutedsl"):
             kernel_packages.liger(op, "liger-cute")
+
+
+@pytest.mark.parametrize("name", ["liger-cute", "liger-cute-sm90", "quack"])
+def test_kernels_for_hopper_are_not_run_on_an_older_gpu(name, monkeypatch):
+    missing, device = partial(known.missing, name), torch.device("cuda")
+    monkeypatch.setattr(known.importlib.util, "find_spec", lambda module: None)
+    assert missing(device).endswith("is not installed")
+    monkeypatch.setattr(known.importlib.util, "find_spec", lambda module: module)
+    assert missing(CPU) == known.NEEDS_GPU
+    for capability, reason in (((8, 6), "needs compute capability 9.0, this GPU has 8.6"), ((9, 0), None)):
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device, capability=capability: capability)
+        assert missing(device) == reason
 
 
 # Attention
@@ -267,3 +294,15 @@ def test_unpadding_and_padding_again_loses_no_position():
     assert_close(theirs, ours)
     for a, b in zip(*(torch.autograd.grad(out, inputs, upstream) for out in (theirs, ours)), strict=True):
         assert_close(a, b)
+
+
+def test_varlen_gets_causality_in_either_signature():
+    def older(q, k, v, cu_seq_q, cu_seq_k, max_q, max_k, is_causal=False, return_aux=None): ...
+
+    def later(q, k, v, cu_seq_q, cu_seq_k, max_q, max_k, *, scale=None, window_size=(-1, -1)): ...
+
+    assert [rivals.causal_arguments(older, causal) for causal in (True, False)] == [
+        {"is_causal": x} for x in (True, False)
+    ]
+    windows = [rivals.causal_arguments(later, causal)["window_size"] for causal in (True, False)]
+    assert windows == [(-1, 0), (-1, -1)]

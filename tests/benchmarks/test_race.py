@@ -185,6 +185,16 @@ def test_a_side_that_cannot_be_captured_takes_nothing_from_the_other(race, fails
     assert "graph" not in race._gpu_ratios(*sides, False)
 
 
+@pytest.mark.parametrize(("seconds", "rounds"), [(1000.0, 9), (5.0, 2), (0.1, 1)])
+def test_long_cases_have_fewer_rounds_on_a_cpu(seconds, rounds, race, monkeypatch):
+    """Each side takes one second a call."""
+    monkeypatch.setattr(type(race.watch), "__call__", lambda self, run, calls=1: 1.0 * calls)
+    race.seconds = seconds
+    race.gate("result", X, X, 0.0)
+    race("a case", Contender("fastformer", lambda: None), Contender("other", lambda: None), rounds=9)
+    assert race.record.rows[0].rounds == rounds
+
+
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 @pytest.mark.slow
 def test_every_file_that_says_something_of_a_cpu_has_a_quick_case_there():
@@ -208,6 +218,19 @@ def collected(size, *marks):
         added=added,
         add_marker=lambda mark: added.append(mark.mark),
     )
+
+
+@pytest.mark.parametrize("gpu", [True, False])
+def test_each_device_has_its_own_shapes_and_a_gpu_the_usual_ones_as_quick(gpu, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: gpu)
+    sizes = (("quick", "cpu", "gpu"), ("quick", "gpu"), ("usual",), ("full",))
+    items = cpu, for_gpu, usual, full = [collected(*each) for each in sizes]
+    left = list(items)
+    hook = SimpleNamespace(pytest_deselected=lambda items: None)
+    conftest.pytest_collection_modifyitems(SimpleNamespace(getoption=lambda name: False, hook=hook), left)
+    assert left == [item for item in items if not (gpu and item is cpu)]
+    assert [item for item in items if "skip" in {mark.name for mark in item.added}] == ([] if gpu else [for_gpu, full])
+    assert [item for item in items if item.extra_keyword_matches == {"quick"}] == ([usual] if gpu else [])
 
 
 def test_a_benchmark_fails_where_a_graph_is_not_captured():

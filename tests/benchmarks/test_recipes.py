@@ -2,7 +2,9 @@
 
 import json
 import math
+import sys
 import tomllib
+from unittest import mock
 
 import pytest
 import torch
@@ -10,7 +12,7 @@ from torch import nn
 
 from benchmarks import bench_language, recipes
 from benchmarks.competitors.tutorials import TutorialLanguageModel
-from benchmarks.recipes import GOALS, reached_goals, summary
+from benchmarks.recipes import GOALS, moses_bleu, reached_goals, summary
 from fastformer.apps.language.model import LanguageConfig, LanguageModel
 from fastformer.apps.language.run import LanguageRun
 from fastformer.apps.translation.run import TranslationRun
@@ -81,6 +83,19 @@ def test_the_summary_has_means_deviations_and_goals(tmp_path):
     ]
     record.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
     assert summary(record) == ["a, BLEU: 40.00 ± 1.41, 2 seeds", "a, goal BLEU 40: reached by 1 of 2"]
+
+
+def test_bleu_of_moses_tokens_needs_sacremoses(monkeypatch, tmp_path):
+    (tmp_path / "o.txt").write_text("L\N{RIGHT SINGLE QUOTATION MARK}homme rit .\n", encoding="utf-8")
+    (tmp_path / "test.fr").write_text("l'homme rit.\n", encoding="utf-8")
+    monkeypatch.setitem(sys.modules, "sacremoses", None)
+    assert moses_bleu(tmp_path / "o.txt", tmp_path, "fr") == {}
+    normalizer, tokenizer = mock.Mock(), mock.Mock()
+    normalizer.normalize = lambda text: text.replace("\N{RIGHT SINGLE QUOTATION MARK}", "'")
+    tokenizer.tokenize = lambda text, return_str: text.replace("'", "' ").replace(".", " .")
+    moses = mock.Mock(MosesPunctNormalizer=lambda language: normalizer, MosesTokenizer=lambda language: tokenizer)
+    monkeypatch.setitem(sys.modules, "sacremoses", moses)
+    assert moses_bleu(tmp_path / "o.txt", tmp_path, "fr") == {"BLEU, Moses tokens": pytest.approx(100.0)}
 
 
 def test_the_tutorial_of_the_benchmark_is_the_tutorial():

@@ -30,7 +30,6 @@ class Progress:
         self._stream = sys.stderr if stream is None else stream
         self._enabled, self._clock, self._unit = enabled and self._stream is not None, clock, unit
         self._bar: Any = None
-        self._signatures: set[tuple[str, Any]] = set()  # those shown, each once
         self._next = -math.inf  # when the next update is due: the first one after the first step
         self._next_epoch = -math.inf  # when the next epoch's line is due
 
@@ -82,9 +81,7 @@ class Progress:
             if self._clock() < self._next_epoch:
                 return
             kind, self._next_epoch = "mean of training", self._clock() + _PLAIN_SECONDS
-        shown = {name: value for name, value in record.items() if (name, value) not in self._signatures}
-        self._signatures |= {(name, value) for name, value in shown.items() if name.endswith("_signature")}
-        self.line(f"{kind}: {describe(shown)}" + ("  best so far, saved" if best else ""))
+        self.line(f"{kind}: {describe(record)}" + ("  best so far, saved" if best else ""))
 
     def line(self, text: str) -> None:
         """Print a line that stays, such as the summary of a validation or the reason of the end."""

@@ -297,19 +297,6 @@ def test_on_a_terminal_a_bar_is_shown(tmp_path):
     assert "1:02:05" in shown
 
 
-def test_a_signature_is_shown_once():
-    stream = io.StringIO()
-    progress = Progress(stream=stream)
-    for step in (1, 2):
-        record = {"kind": "validation", "epoch": 1, "step": step, "bleu": 2.5, "bleu_signature": "tok:13a"}
-        progress.record(record)
-        assert record["bleu_signature"] == "tok:13a"  # it stays in the record
-    assert (
-        stream.getvalue()
-        == "validation: epoch 1  step 1  bleu 2.50 (tok:13a)\nvalidation: epoch 1  step 2  bleu 2.50\n"
-    )
-
-
 def overflowing(*at: int) -> Any:
     """The task's loss, whose gradient overflows in these steps, counted from 1; without a number, in all."""
     calls = 0

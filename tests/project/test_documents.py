@@ -183,6 +183,8 @@ def train(arguments: list[str], folder: Path) -> None:
     if "--resume" in arguments:
         small = RESUMED
     else:
+        # `small` has steps; without a budget, the reader's command is refused.
+        assert {"--minutes", "--steps", "--epochs", "--config"} & set(arguments), arguments
         shutil.rmtree(folder / arguments[arguments.index("--run") + 1], ignore_errors=True)
         kinds = {"lm": SMALL_LANGUAGE, "classify": SMALL_CLASSIFIER}
         small = FINE_TUNED if "--from" in arguments else kinds.get(arguments[1], SMALL_TRANSLATION)

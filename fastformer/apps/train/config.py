@@ -40,7 +40,7 @@ class TrainConfig(Settings):
     epochs: int | None = setting(None, "end after this many passes over the data", at_least=1)
     minutes: float | None = setting(
         None,
-        "end after this many minutes, validations included; one that would take over a tenth scores fewer examples",
+        "end after this many minutes in all sessions, validations included; one of over a tenth scores fewer examples",
         above=0,
     )
     clock: str = setting(

@@ -72,13 +72,13 @@ def unsupported(op: str, x: Tensor) -> str | None:
 
     Triton's interpreter runs for backend "triton" only; "auto" never takes it.
     """
+    if x.is_cpu and not _INTERPRETED:
+        return f"{op} needs a GPU, and the tensor is on the CPU (TRITON_INTERPRET=1 runs kernels there, slowly)"
     if not _TRITON:
         return f"{op} needs Triton, which is not installed ({INSTALL_TRITON})"
     if x.dtype not in DTYPES:
         return f"{op} takes float32, float16 and bfloat16, not {str(x.dtype).removeprefix('torch.')}"
     if x.is_cpu:
-        if not _INTERPRETED:
-            return f"{op} needs a GPU, and the tensor is on the CPU (TRITON_INTERPRET=1 runs kernels there, slowly)"
         if process.backend != "triton":
             return f"{op} is on the CPU, where the interpreter runs only for backend 'triton'"
         if _FAULT_OF_INTERPRETER is not None:

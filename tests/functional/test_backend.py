@@ -325,6 +325,14 @@ def test_explain_says_what_would_run():
         fastformer.explain("x")
 
 
+@pytest.mark.parametrize("installed", [True, False])
+def test_explain_names_the_missing_gpu_before_triton(installed, monkeypatch):
+    """Because to install Triton would change nothing."""
+    monkeypatch.setattr(choice, "_TRITON", installed)
+    monkeypatch.setattr(choice, "_INTERPRETED", False)
+    assert all("needs a GPU" in line for line in fastformer.explain(torch.ones(2)).splitlines())
+
+
 @pytest.mark.usefixtures("restored")
 def test_compiled_code_follows_a_switch():
     compiled = torch.compile(lambda x: functional.layer_norm(x, 3), backend="eager")

@@ -124,6 +124,7 @@ def test_triton_raises_for_fp64(op, run, no_launch):
 @OPS
 def test_triton_raises_where_it_is_not_installed(op, run, monkeypatch, no_launch):
     monkeypatch.setattr(choice, "_TRITON", False)
+    monkeypatch.setattr(choice, "_INTERPRETED", True)  # without a GPU, the reason would be the CPU
     inputs = leaves(op, N, DEVICE)
     with fastformer.backend("triton"), pytest.raises(BackendError, match=f"{op} needs Triton, which is not installed"):
         run(inputs)

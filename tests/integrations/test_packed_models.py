@@ -50,7 +50,9 @@ def test_copies_run_packed_and_padded_undoes_padding_free(name, before, way, pac
     copied.zero_grad()
     assert_same(outcome(copied, inputs), expected)
     assert len(packed_calls) == 2 * attentions(name)
-    assert [entry.name for entry in padded(copied).packed] == [entry.name for entry in report.packed]
+    undone = padded(copied)
+    assert [entry.name for entry in undone.padded] == [entry.name for entry in report.packed]
+    assert str(undone).startswith(f"0 models packed, {len(undone.padded)} padded\n")
     assert copied.get_encoder().config._attn_implementation == before
     for module, other in zip(copied.modules(), untouched.modules(), strict=True):
         assert module.__dict__.keys() == other.__dict__.keys()
@@ -58,7 +60,7 @@ def test_copies_run_packed_and_padded_undoes_padding_free(name, before, way, pac
         assert not module._forward_hooks
     copied(**inputs)
     assert len(packed_calls) == 2 * attentions(name)
-    assert not padded(copied).packed
+    assert not padded(copied).padded
     model(**inputs)  # the original runs packed as before
     assert len(packed_calls) == 3 * attentions(name)
 
@@ -293,7 +295,7 @@ def work(rank: int, folder: str) -> None:
                 for key, x in expected_gradients.items():
                     gradient = gradients[key]
                     assert_close(gradient if way == "ddp" else gradient.full_tensor(), x, ROUNDINGS)
-            assert padded(model).packed
+            assert padded(model).padded
     leave(rank, folder)
 
 

@@ -15,7 +15,7 @@ from fastformer.nn.conversion import Entry, lines_of, name_of
 class PaddingFree:
     """The report of `padding_free` or `padded`; prints a line per model. An encoder and its decoder are two models."""
 
-    packed: list[Entry] = field(default_factory=list)  # models that run on real tokens now, or did before `padded`
+    packed: list[Entry] = field(default_factory=list)  # models that run on real tokens
     padded: list[Entry] = field(default_factory=list)  # models that compute padding, with the reason
 
     def __str__(self) -> str:
@@ -70,12 +70,12 @@ def padding_free(model: nn.Module) -> PaddingFree:
 
 
 def padded(model: nn.Module) -> PaddingFree:
-    """Undo `padding_free`, in place; return the models that were packed."""
+    """Undo `padding_free`, in place; report the models that it changes back."""
     report = PaddingFree()
     for name, base in list(_base_models(model)):
         before = base.__dict__.pop(entry.ATTENTION_BEFORE, None)
         if before is not None:
-            report.packed.append(Entry(name, name_of(type(base)), "runs on padded batches"))
+            report.padded.append(Entry(name, name_of(type(base)), "as before padding_free"))
         if before not in (None, entry.NAME):  # an encoder and its decoder can share a configuration
             base.config._attn_implementation_internal = before
     for module in model.modules():

@@ -31,7 +31,7 @@ long:  ## what CI leaves out, as it takes long and is rarely red: tests, and the
 aot:  ## compile the models ahead of time (AOTInductor), and compare them
 	$(PYTHON) -m pytest --aot tests/apps/models/test_program_export.py
 
-# 622 types of transformers 5.24 in 3 minutes of a core. After a new transformers: with --update, and read what changed.
+# 622 types of transformers 5.24. After a new transformers: with --update, and read what changed.
 survey:  ## every text model of the installed transformers without padding against eager, held to tested.json
 	nice $(PYTHON) -m tests.integrations.survey
 

@@ -23,7 +23,7 @@ from fastformer.apps.settings import Given, derived, refuse_fixed
 from fastformer.apps.system.files import write_file
 from fastformer.apps.system.run_lock import locked
 from fastformer.apps.text import Tokenizer
-from fastformer.apps.text.files import read_json
+from fastformer.apps.text.files import missing_file, read_json
 from fastformer.apps.text.vocabulary import learn_tokenizer
 from fastformer.apps.train import (
     BatchSource,
@@ -166,7 +166,7 @@ class Run(ABC):
                 raise ImportError(f"this run needs {package}: pip install 'fastformer[{extra}]'")
         for path in (value for value in vars(data).values() if isinstance(value, Path)):
             if not path.exists():
-                raise FileNotFoundError(f"{path}: no such file")
+                raise missing_file(path)
 
     def new_model(self) -> nn.Module:
         """Return the model with its initial values, on the CPU."""

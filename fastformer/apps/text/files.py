@@ -46,14 +46,19 @@ def iterate_lines(path: str | Path) -> Iterator[str]:
             for line in lines_of(opener(file), str(path)):
                 yield line
     except FileNotFoundError:
-        folder = "" if path.is_absolute() else f" in the current folder, {Path.cwd()}"
-        raise FileNotFoundError(f"{path}: no such file{folder}") from None
+        raise missing_file(path) from None
     except (EOFError, OSError, zlib.error, lzma.LZMAError) as error:
         if format and getattr(error, "errno", None) is None:
             raise TextError(f"{path}: not a complete {format} file ({error})") from error
         raise TextError(f"{path}: cannot be read ({getattr(error, 'strerror', error)})") from error
     if line is None:
         raise TextError(f"{path}: the file is empty")
+
+
+def missing_file(path: Path) -> FileNotFoundError:
+    """Return the error for a file that does not exist; it names the current folder if the path is relative."""
+    folder = "" if path.is_absolute() else f" in the current folder, {Path.cwd()}"
+    return FileNotFoundError(f"{path}: no such file{folder}")
 
 
 def lines_of(source: Iterable[bytes], name: str) -> Iterator[str]:

@@ -59,7 +59,7 @@ EARLY = [  # shown by the settings alone
     (f"{NEW} --device cpu --cuda-graphs", "cuda_graphs has an effect only with a CUDA device, not with a CPU"),
     (f"{NEW} --device cpu --parallel fsdp", "parallel has an effect only with several processes"),
     (f"{NEW} --batch-tokens 300 --batch-sentences 8", "batch_tokens has an effect only without batch_sentences"),
-    (f"{PAIRS} --valid-source no.txt --valid-target two.txt", "no.txt: no such file"),
+    (f"{PAIRS} --valid-source no.txt --valid-target two.txt", "no.txt: no such file in the current folder, "),
     (f"{PAIRS} --source en --dataset numbers", "dataset has an effect only without train_source; source has"),
     (f"{NEW} --config typo.toml", "did you mean 'd_model'?"),
     (f"{NEW} --config section.toml", "did you mean 'model'?"),

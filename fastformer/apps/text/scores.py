@@ -117,7 +117,8 @@ def score_translations(
         score = metric.corpus_score(list(translations), lists, n_bootstrap=max(bootstrap, 1))
         values |= {name: score.score, f"{name}_signature": str(metric.get_signature())}
         intervals[name] = float(score._ci)
-    same = sum(translation in each for translation, *each in zip(translations, *lists, strict=True))
+    compared = [[line.lower() for line in lines] if lowercase else lines for lines in (translations, *lists)]
+    same = sum(translation in each for translation, *each in zip(*compared, strict=True))
     return Scores(
         **values, exact=same / len(references), sentences=len(references), intervals=intervals if bootstrap else {}
     )

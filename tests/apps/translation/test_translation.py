@@ -161,6 +161,13 @@ def test_a_worse_system_differs_by_more_than_chance_and_an_equal_one_does_not() 
     assert results["BLEU", "near"].score == score_translations(NEAR, REFERENCES).bleu
 
 
+@pytest.mark.parametrize("lowercase", [False, True])
+def test_lower_cased_scores_do_not_compare_case(lowercase: bool) -> None:
+    scores = score_translations(REFERENCES, [line.title() for line in REFERENCES], lowercase)
+    assert (scores.bleu == pytest.approx(100), scores.exact == 1) == (lowercase, lowercase)
+    assert ("case:lc" in scores.bleu_signature) == lowercase
+
+
 def test_several_references_and_bootstrap_on_the_command_line(
     trained: tuple[TranslationRun, Result], tmp_path: Path
 ) -> None:

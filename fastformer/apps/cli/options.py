@@ -21,11 +21,17 @@ _UsageError: type[Exception] = typer.BadParameter.__mro__[1]
 
 
 class _WithSuggestions:
-    """Part of a command: add the nearest options to the error for an unknown one."""
+    """Part of a command: add the nearest options to the error for an unknown one.
+
+    Errors of usage are raised as ValueError, which `main` prints in one line; typer would print four.
+    """
 
     params: list[Any]
+    no_args_is_help: bool
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        if self.no_args_is_help and not args:
+            return super().parse_args(ctx, args)  # type: ignore[misc, no-any-return]
         try:
             return super().parse_args(ctx, args)  # type: ignore[misc, no-any-return]
         except _UsageError as error:
@@ -39,7 +45,7 @@ class _WithSuggestions:
                 near = nearest(error.option_name, options)  # type: ignore[attr-defined]
                 error.possibilities = None
                 error.message += f"; did you mean {' or '.join(near)}?" if near else ""  # type: ignore[attr-defined]
-            raise
+            raise ValueError(error.format_message()) from None  # type: ignore[attr-defined]
 
 
 class Command(_WithSuggestions, TyperCommand):
@@ -51,6 +57,12 @@ class Command(_WithSuggestions, TyperCommand):
 
 class Group(_WithSuggestions, TyperGroup):
     """A group whose help shows all commands below it, in groups, with suggestions for mistyped options."""
+
+    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
+        try:
+            return super().resolve_command(ctx, args)
+        except _UsageError as error:
+            raise ValueError(error.format_message()) from None  # type: ignore[attr-defined]
 
     def format_options(self, ctx: Any, formatter: Any) -> None:
         panels: dict[str, list[tuple[str, str]]] = {name: [] for name in GROUPS}

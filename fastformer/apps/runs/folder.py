@@ -118,13 +118,15 @@ def check_new(folder: Path, kind: str) -> None:
         raise NotADirectoryError(f"{existing} is a file; a run needs a folder")
     if not os.access(existing, os.W_OK):
         raise PermissionError(f"{existing} cannot be written to")
-    names = set(os.listdir(folder)) - {LOCK} if folder.exists() else set()
-    if not names:
+    names = set(os.listdir(folder)) if folder.exists() else set()
+    of_killed = {LOCK, DATA, *(f".{name}.tmp" for name in (DATA, CONFIG))}  # before it had a config.toml
+    if not names or (LOCK in names and names <= of_killed):
         return
     if CheckpointFolder(folder / "checkpoints").paths():
         raise FileExistsError(f"{folder} holds a run already; resume it, or choose another folder")
     if not {CONFIG, DATA} <= names or "run" not in read_toml(folder / CONFIG):
-        raise FileExistsError(f"{folder} is no run folder, and holds {min(names)}; choose an empty folder or a new one")
+        content = min(names - {LOCK})
+        raise FileExistsError(f"{folder} is no run folder, and holds {content}; choose an empty folder or a new one")
     if (existing_kind := read_kind(folder)) != kind:
         raise FileExistsError(f"{folder} holds a {existing_kind} run; choose another folder")
 

@@ -72,6 +72,15 @@ def test_a_run_with_checkpoints_is_not_replaced_and_one_without_is(tmp_path: Pat
     assert train(run, text, "--steps 1").returncode == 0
 
 
+def test_a_run_that_was_killed_before_its_settings_were_written_begins_again(tmp_path: Path, text: Path) -> None:
+    run = tmp_path / "run"
+    run.mkdir()
+    for name in (LOCK, "data.json", ".config.toml.tmp"):
+        (run / name).write_text("{")
+    assert train(run, text, "--steps 1").stderr.count("error") == 0
+    assert not (run / ".config.toml.tmp").exists()
+
+
 def test_a_run_that_could_not_be_made_leaves_no_folder(tmp_path: Path) -> None:
     (tmp_path / "text").write_text("")
     assert train(tmp_path / "deep" / "run", tmp_path / "text", "--steps 1").returncode == 2

@@ -150,6 +150,8 @@ def train_sentencepiece(
             **vars(special_ids),
         )
     except RuntimeError as error:
+        if "KeyboardInterrupt" in str(error):  # Ctrl-C while sentencepiece reads the lines
+            raise KeyboardInterrupt from None
         if match := re.search(r"smaller than required_chars\. \d+ vs (\d+)", str(error)):
             raise TextError(
                 f"a vocabulary of {vocabulary_size} is too small: the characters of these lines and the special "

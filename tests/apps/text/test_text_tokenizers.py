@@ -19,6 +19,7 @@ from fastformer.apps.text import (
     encode_source,
     load_tokenizer,
     number_corpus,
+    sentencepiece_tokenizer,
     train_sentencepiece,
     word_tokenizer,
 )
@@ -167,6 +168,18 @@ def test_missing_files_and_models_are_named(tmp_path):
 def test_a_long_line_teaches_what_its_words_teach(kind):
     assert learn(kind, LINES * 5).words == learn(kind, [" ".join(LINES * 5)]).words
     assert max(map(len, learn(kind, [*LINES, "x " + "é" * 9000 + " y"], 80).words)) <= 1001
+
+
+def test_ctrl_c_while_sentencepiece_reads_the_lines_is_not_an_error_of_the_lines(monkeypatch):
+    class LongWord:
+        def sub(self, _, text):
+            if text == LINES[9]:
+                raise KeyboardInterrupt
+            return text
+
+    monkeypatch.setattr(sentencepiece_tokenizer, "_LONG_WORD", LongWord())
+    with pytest.raises(KeyboardInterrupt):
+        learn("bpe")
 
 
 def test_one_string_is_no_list_of_lines():

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from fastformer.apps.models import decoding
 from fastformer.apps.models.decoding import next_logits, recorder_of
-from fastformer.apps.settings import LARGEST, Settings, setting
+from fastformer.apps.settings import Settings, setting
 from fastformer.apps.translation.beams import DIVERGED, DONE, RUNNING, Beams, Hypothesis
 from fastformer.apps.translation.model import TranslationConfig, TranslationModel
 from fastformer.host.cuda_graphs import ReplayedStep
@@ -33,7 +33,7 @@ class SearchOptions(Settings):
     """Options of greedy and beam search; the help text of each setting describes it."""
 
     beam: int = setting(
-        4, "hypotheses per sentence; 1 is greedy search", at_least=1, at_most=LARGEST, only={"sample": False}
+        4, "hypotheses per sentence; 1 is greedy search", at_least=1, at_most=1000, only={"sample": False}
     )
     n_best: int = setting(1, "translations returned a sentence", at_least=1, at_most="beam", only=_BEAM)
     length_penalty: float = setting(

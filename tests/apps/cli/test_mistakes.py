@@ -99,6 +99,7 @@ LATE = [
     ("translate --run . hello", ". is not a run folder: it has no config.toml"),
     ("translate --run tr --checkpoint newest hello", "best, last, average"),
     ("translate --run tr --beam 0 hello", "beam must be at least 1"),
+    ("translate --run tr --beam 1000000 hello", "beam must be at least 1 and at most 1,000, not 1000000"),
     ("translate --run tr --beam 2 --n-best 3 hello", "n_best must be at least 1 and at most beam (2), not 3"),
     ("translate --run tr --beam 1 --length-penalty 0.5 a", "length_penalty has an effect only with a beam above 1"),
     (

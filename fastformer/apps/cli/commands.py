@@ -217,7 +217,8 @@ def info(run: Annotated[Path | None, typer.Option(help="run folder to describe, 
         value = checkpoints.best_value()
         score = "" if value is None else f" ({settings['train'].get('metric', 'loss')} {value:.4g})"
         lines.append(f"{run}: {application.title} run, {described}")
-        lines.append(f"  checkpoints: best {best}{score}, last {last}")
+        average = ", average" if (checkpoints.folder / checkpoints.index()["average"]).is_dir() else ""
+        lines.append(f"  checkpoints: best {best}{score}, last {last}{average}")
     console.print("\n".join(lines))
 
 

@@ -50,14 +50,14 @@ def test_given_translations_are_scored(runs: Path, tmp_path: Path) -> None:
 
 
 def test_a_translation_model_is_trained_described_and_evaluated(tmp_path: Path) -> None:
-    out = succeed(*TRAIN.split(), "--run", "run", cwd=tmp_path)
-    assert "ended after 4 steps" in out
+    out = succeed(*TRAIN.split(), "--average", "2", "--run", "run", cwd=tmp_path)
+    assert "run folder: run; " in out
     names = {path.name for path in (tmp_path / "run").iterdir()}
     assert {"config.toml", "data.json", "tokenizer", "checkpoints", "metrics.jsonl", "metrics.csv"} <= names
     assert (tmp_path / "run" / "history.png").stat().st_size > 1000
     described = fastformer("info", "--run", "run", cwd=tmp_path).stdout
     assert "run: translation run, " in described
-    assert re.search(r"checkpoints: best step-\d+ \(loss \d+\.\d+\), last step-", described)
+    assert re.search(r"checkpoints: best step-\d+ \(loss \d+\.\d+\), last step-\d+, average\n", described)
     for tokenizer, options in (("13a", ""), ("char", "--bleu-tokenizer char")):
         out = succeed(*f"evaluate --run run --beam 1 --max-length 5 {options}".split(), cwd=tmp_path)
         assert re.search(rf"BLEU \d+\.\d+ \(nrefs:1\|case:mixed\|.*tok:{tokenizer}", out)

@@ -75,7 +75,6 @@ def serve(
         address = listener.getsockname()
         shown = f"[{address[0]}]" if ":" in address[0] else address[0]
         console.print(f"Serving {run} at http://{shown}:{address[1]} (Ctrl-C ends)")
-        console.file.flush()  # into a pipe, too
         logs: dict[str, Any] = {"log_config": None, "log_level": "warning", "access_log": False}
         config = uvicorn.Config(application, **logs, lifespan="off", timeout_graceful_shutdown=5, timeout_keep_alive=75)
         with suppress(KeyboardInterrupt):  # raised again by uvicorn after a clean end

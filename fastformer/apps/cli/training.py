@@ -136,6 +136,5 @@ def _fit(run: Run, processes: Processes, resume: bool) -> None:
     if processes.is_main:
         save(plot_history({run.folder.name: read_metrics(run.folder)}), run.folder / "history.png")
         console.print(
-            f"ended after {result.step:,} steps, {result.seconds:,.0f} s ({cpu:,.0f} s of CPU time in this session); "
-            f"run folder: {run.folder}"
+            f"run folder: {run.folder}; {result.seconds:,.0f} s of training ({cpu:,.0f} s of CPU time in this session)"
         )

@@ -165,12 +165,14 @@ class Trainer:
             progress = stack.enter_context(self._progress)
             self._interrupted = stack.enter_context(interruptible(lambda: progress.line(_NOTICE)))
             saves = f"saved every {self.config.save_minutes:g} minutes and with each validation"
-            if self.ended is None:
+            if (ended := self.ended) is None:
                 progress.line(f"training begins: {self.config.end}; {saves}")
             else:
-                progress.line(f"nothing to train: {self._at.step:,} steps were made before; {ENDS[self.ended]}")
+                progress.line(f"nothing to train: {self._at.step:,} steps were made before; {ENDS[ended]}")
             reason = self._train()
             self._finish(reason)
+            if ended is None:
+                progress.line(f"training ends at step {self._at.step:,}: {ENDS[reason]}")
             at, best = self._at, (self.checkpoints.best_value(), self.checkpoints.best())
             return Result(reason, at.step, at.epoch, at.tokens, at.seconds, self._metrics, *best)
 
@@ -331,7 +333,6 @@ class Trainer:
             self._progress.record(record, best)
         if self.config.average > 1 and reason != "interrupted":
             self._average()
-        self._progress.line(f"training ends at step {self._at.step:,}: {ENDS[reason]}")
 
     def _average(self) -> None:
         """Validate and save the average of the last checkpoints; the model keeps its weights."""

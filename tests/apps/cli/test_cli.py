@@ -140,7 +140,7 @@ def test_a_language_model_is_trained_by_a_file_and_flags_and_evaluated(tmp_path:
     (tmp_path / "own.toml").write_text("[train]\nlr = 0.01\nwarmup_steps = 3\n")
     out = succeed(*TRAIN_LM.split(), "--clip-norm", "0.5", cwd=tmp_path)
     assert "vocabulary 13" in out
-    assert "ended after 4 steps" in out
+    assert "run folder: lm; " in out
     train = tomllib.loads((tmp_path / "lm" / "config.toml").read_text())["train"]
     names = ("schedule", "label_smoothing", "warmup_steps", "lr", "clip_norm", "batch_tokens")
     assert [train[name] for name in names] == ["cosine", 0.0, 3, 0.01, 0.5, 64]

@@ -102,7 +102,7 @@ def test_a_run_begins_with_the_weights_and_lowers_their_loss(run: Path, folder: 
     assert corpus_loss(after, pairs) < corpus_loss(before, pairs) / 2
     assert (after.config.activation, after.config.positions) == ("silu", "sinusoidal_halves")
     steps = len(read_metrics(run))
-    assert "ended after 244 steps" in command(f"train --run {run} --resume --steps 244 --device cpu")
+    assert "training ends at step 244" in command(f"train --run {run} --resume --steps 244 --device cpu")
     assert len(read_metrics(run)) > steps
     assert "BLEU" in command(f"evaluate --run {run} --beam 2 --device cpu")
 

@@ -38,9 +38,9 @@ def test_a_resumed_run_saves_the_settings_that_it_has_now(short_run: Path) -> No
     done = resume(short_run, "--steps 6 --lr 0.002 --keep 2 --precision bf16 --no-tensorboard")
     assert done.returncode == 0, done.stderr
     assert saved(short_run) == {**before, "steps": 6, "lr": 0.002, "keep": 2, "precision": "bf16"}
-    assert "ended after 6 steps" in resume(short_run).stdout
+    assert "training ends at step 6: all steps are made" in done.stderr
     nothing = resume(short_run, "--lr 0.1").stderr
-    assert "nothing to train: 6 steps were made before; all steps are made" in nothing
+    assert nothing == "nothing to train: 6 steps were made before; all steps are made\n"
     assert saved(short_run)["lr"] == 0.002
 
 

@@ -115,7 +115,7 @@ def _create(
         for section, values in settings.items()
     }
     application.reject_unused_options(checked, data, model, train, device)
-    return kind.create(folder, data, model, train, device, pretrained, named)
+    return kind.create(folder, data, model, train, device, pretrained, named, console.print)
 
 
 def _fit(run: Run, processes: Processes, resume: bool) -> None:
@@ -124,7 +124,8 @@ def _fit(run: Run, processes: Processes, resume: bool) -> None:
 
     if processes.is_main:
         report, model = run.data_report(), describe_model(run.application.network, run.model_config)
-        for line in (*report["corpora"].values(), f"training: {report['training']}", f"model: {model}"):
+        read = report["corpora"].values() if resume else ()  # a new run has printed them
+        for line in (*read, f"training: {report['training']}", f"model: {model}"):
             console.print(line)
         for line in run.choice.lines if run.choice else ():
             console.print(line)

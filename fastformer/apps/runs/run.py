@@ -4,7 +4,7 @@ import hashlib
 import importlib.util
 import json
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import ExitStack, suppress
 from dataclasses import replace
 from pathlib import Path
@@ -62,13 +62,16 @@ class Run(ABC):
         tokenizers: tuple[Tokenizer, ...] | None = None,
         device: torch.device | str = "cpu",
         given: Given | None = None,
+        announce: Callable[[str], object] = str,
     ) -> None:
         """Read the data, learn the vocabularies unless tokenizers are given, encode, and choose what `create` says."""
         self.folder, self.train_config, self.device = folder, train, torch.device(device)
         self.data, self.corpora = self.read(data)
+        for corpus in self.corpora.values():
+            announce(str(corpus))  # before learning and encoding, which take minutes for a large text
         chosen = {} if given is None else self.chosen_data(given)
         self.data = replace(self.data, **chosen)
-        self.tokenizers = tokenizers or self.learn()
+        self.tokenizers = tokenizers or self.learn(given is None or "vocabulary" in given["data"])
         self.training, self.encoded_arrays = self.encode()
         if given is not None:
             self.choice = self._choose(model, given, chosen)
@@ -109,9 +112,9 @@ class Run(ABC):
     def sides(self) -> Iterable[Iterable[str]]:
         """Return the lines of the training data, per vocabulary."""
 
-    def learn(self) -> tuple[Tokenizer, ...]:
-        """Learn the vocabularies from the training data only."""
-        return tuple(learn_tokenizer(lines, self.data) for lines in self.sides())
+    def learn(self, warns: bool) -> tuple[Tokenizer, ...]:
+        """Learn the vocabularies from the training data only; warns: log a warning if one is smaller than set."""
+        return tuple(learn_tokenizer(lines, self.data, warns) for lines in self.sides())
 
     @abstractmethod
     def encode(self) -> tuple[str, list[NDArray[Any]]]:
@@ -185,6 +188,7 @@ class Run(ABC):
         device: torch.device | str = "cpu",
         pretrained: Path | str | None = None,
         given: Given | None = None,
+        announce: Callable[[str], object] = str,
     ) -> Self:
         """Read the data, learn the vocabularies, and write a new run folder in process 0; other processes open it.
 
@@ -196,6 +200,7 @@ class Run(ABC):
                 "pretrained".
             given: names of the settings that a user stated, by section; others are chosen, with `pretrained` those of
                 training except the rate. None: none is chosen.
+            announce: called in process 0 with a line about each corpus once all are read.
 
         Raises before data is read: FileExistsError for a folder with a run or other files, RunLockedError if another
         process writes to it, and the errors of `check`.
@@ -211,7 +216,7 @@ class Run(ABC):
         def create_in_main() -> None:
             check_new(folder, cls.application.kind)
             cls.check(data, model, train, device)
-            run = cls(folder, data, model, train, tokenizers, device, given)
+            run = cls(folder, data, model, train, tokenizers, device, given, announce)
             run.origin = None if pretrained is None else str(Path(pretrained).resolve())
             folder.mkdir(parents=True, exist_ok=True)
             with locked(folder):

@@ -107,11 +107,12 @@ def train_sentencepiece(
     special_ids: SpecialIds | None = None,
     lowercase: bool = False,
     symbols: Sequence[str] = (),
+    warns: bool = True,
 ) -> SentencePieceTokenizer:
     """Train sentencepiece in memory on the given lines: the training split only, or both sides for a joint vocabulary.
 
-    A vocabulary larger than the lines allow is reduced to the largest possible one, with a warning on the logger
-    ``fastformer`` that names both sizes. The result depends on the arguments only. A word of more than 1,000
+    A vocabulary larger than the lines allow is reduced to the largest possible one; with `warns`, a warning on the
+    logger ``fastformer`` names both sizes. The result depends on the arguments only. A word of more than 1,000
     characters counts as several. Each of the `symbols`, such as `<2de>`, is always one piece.
 
     normalization: "nmt_nfkc" turns full-width and other compatibility characters into plain ones, in decoded text too;
@@ -159,7 +160,7 @@ def train_sentencepiece(
             ) from None
         raise TextError(f"sentencepiece cannot be trained on these lines: {error}") from error
     tokenizer = SentencePieceTokenizer(model.getvalue(), lowercase)
-    if tokenizer.size < vocabulary_size:
+    if warns and tokenizer.size < vocabulary_size:
         logger.warning(
             "a vocabulary of %s is more than these %s lines allow for a %s model: using %s",
             *(f"{vocabulary_size:,}", f"{len(texts):,}", model_type, f"{tokenizer.size:,}"),

@@ -14,10 +14,10 @@ from .word_tokenizer import WordTokenizer
 VOCABULARY = 8000  # entries of a sentencepiece vocabulary if the settings have none
 
 
-def learn_tokenizer(lines: Iterable[str], settings: Any) -> Tokenizer:
+def learn_tokenizer(lines: Iterable[str], settings: Any, warns: bool = True) -> Tokenizer:
     """Learn the tokenizer that the settings of a run's data describe, from the training text only.
 
-    Raises the errors of `train_sentencepiece` and `WordTokenizer.from_lines`.
+    warns: as in `train_sentencepiece`. Raises the errors of `train_sentencepiece` and `WordTokenizer.from_lines`.
     """
     special_ids = getattr(settings, "special_ids", None)
     if settings.tokenizer == "words":
@@ -38,6 +38,7 @@ def learn_tokenizer(lines: Iterable[str], settings: Any) -> Tokenizer:
         special_ids=special_ids,
         lowercase=settings.lowercase,
         symbols=split_symbols(getattr(settings, "symbols", None)),
+        warns=warns,
     )
 
 

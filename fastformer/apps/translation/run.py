@@ -221,8 +221,8 @@ class TranslationRun(Run):
     def read(cls, data: DataConfig) -> tuple[DataConfig, dict[str, ParallelCorpus]]:
         return data, read_corpora(data)
 
-    def learn(self) -> tuple[Tokenizer, Tokenizer]:
-        learned = super().learn()
+    def learn(self, warns: bool) -> tuple[Tokenizer, Tokenizer]:
+        learned = super().learn(warns)
         return learned[0], learned[-1]
 
     def sides(self) -> tuple[list[str], ...]:

@@ -49,6 +49,21 @@ def test_given_translations_are_scored(runs: Path, tmp_path: Path) -> None:
         assert row == pytest.approx([log_p, tokens, math.exp(-log_p / tokens)], abs=2e-4, rel=1e-3)
 
 
+def test_what_was_read_is_printed_before_the_vocabulary_is_learned(tmp_path: Path) -> None:
+    done = fastformer(*TRAIN.replace("--vocabulary 60", "--vocabulary 5").split(), "--run", "run", cwd=tmp_path)
+    assert (done.returncode, done.stdout) == (2, "train: 200 pairs\nvalid: 8 pairs\ntest: 8 pairs\n")
+    assert "a vocabulary of 5 is too small" in done.stderr
+
+
+@pytest.mark.parametrize("vocabulary", ["", "--vocabulary 90"])
+def test_only_a_vocabulary_that_the_user_asked_for_gives_a_warning(
+    tmp_path: Path, vocabulary: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    succeed(*TRAIN.replace("--vocabulary 60", f"--tokenizer char {vocabulary}").split(), "--run", "run", cwd=tmp_path)
+    assert any("a vocabulary of 90 is more" in each for each in caplog.messages) == bool(vocabulary)
+    assert not any("a vocabulary of 8,000" in each for each in caplog.messages)
+
+
 def test_a_translation_model_is_trained_described_and_evaluated(tmp_path: Path) -> None:
     out = succeed(*TRAIN.split(), "--average", "2", "--run", "run", cwd=tmp_path)
     assert "run folder: run; " in out

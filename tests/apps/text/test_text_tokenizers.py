@@ -106,6 +106,7 @@ def test_a_vocabulary_too_large_is_clamped_with_one_warning(model_type, caplog, 
     assert f"using {tokenizer.size:,}" in message
     largest = train_sentencepiece(LINES, tokenizer.size, model_type=model_type)
     assert largest.model == tokenizer.model
+    assert train_sentencepiece(LINES, 5000, model_type=model_type, warns=False).model == tokenizer.model
     assert len(caplog.records) == 1
     assert capfd.readouterr() == ("", "")  # sentencepiece's own log is silent
 

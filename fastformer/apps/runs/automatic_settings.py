@@ -177,7 +177,7 @@ def choose(
     pace = "" if rate is None else f" at {rate:,.0f} tokens a second, measured here"
     lines = (
         f"chosen model: {_listed({**shape.data, **chosen})}; for {_rounded(tokens):,.0f} tokens of training, "
-        f"{epochs:.2g} times the {task.tokens:,} of the corpus{remark}",
+        f"{_rounded(epochs):,g} times the {task.tokens:,} of the corpus{remark}",
         f"chosen training: {_listed(training)}; for {_rounded(steps):,.0f} steps of {step:,.0f} tokens{pace}",
         "a flag, or a file given as --config, overrides each; --resume keeps them",
     )

@@ -60,6 +60,7 @@ def test_settings_follow_from_corpus_budget_and_speed(
     actual = {**choice.model, **choice.train}
     assert {name: actual.get(name) for name in expected} == expected
     assert len(choice.lines) == 3
+    assert "e+" not in choice.lines[0]
     assert ("measured here" in choice.lines[1]) == ("minutes" in budget)
     assert ("not measured on a GPU" in choice.lines[0]) == (speed is GPU)
     TrainConfig(**budget, **choice.train)

@@ -87,7 +87,8 @@ def listen(host: str, port: int) -> socket.socket:
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         return socket.create_server((host, port), family=family, backlog=512)
     except OSError as error:
-        raise OSError(f"cannot listen at {host}:{port}: {error.strerror or error}") from None
+        reason = str(error.strerror or error).partition(" (while")[0]  # Python repeats the address
+        raise OSError(f"cannot listen at {host}:{port}: {reason}; choose another --port or --host") from None
 
 
 @app.command(rich_help_panel=USE)

@@ -56,7 +56,7 @@ def test_what_was_read_is_printed_before_the_vocabulary_is_learned(tmp_path: Pat
 
 
 @pytest.mark.parametrize("vocabulary", ["", "--vocabulary 90"])
-def test_only_a_vocabulary_that_the_user_asked_for_gives_a_warning(
+def test_only_a_vocabulary_size_that_the_user_gives_is_warned_about(
     tmp_path: Path, vocabulary: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     succeed(*TRAIN.replace("--vocabulary 60", f"--tokenizer char {vocabulary}").split(), "--run", "run", cwd=tmp_path)

@@ -40,7 +40,7 @@ _ROWS_ON_INTEL = range(6, 25)
 _MIN_ROWS = 4
 # Elements of a packed weight: a call of oneDNN takes 20 us more, and the first call with each number of rows 650 us.
 _MIN_PACKED_SIZE = 1 << (19 if _IS_INTEL else 18)
-_GET_DATA = Tensor.data.__get__  # type: ignore[attr-defined]
+_DATA = Tensor.data.__get__, Tensor.data.__set__  # type: ignore[attr-defined]
 _MAX_SLICES = 8  # cached slices of a weight: attention reads those of queries, keys, values, and keys with values
 
 
@@ -152,7 +152,7 @@ class PackedWeight(nn.Parameter):
         if function is F.linear and isinstance(args[1] if len(args) > 1 else kwargs.get("weight"), PackedWeight):
             return _packed_linear(*args, **kwargs)
         self = args[0] if args else None
-        if function == _GET_DATA and isinstance(self, PackedWeight):
+        if function in _DATA and isinstance(self, PackedWeight):  # new values may even lie at the old address
             self._discard_copies()
         if isinstance(self, PackedWeight) and len(args) == 2 and self._may_read_copies():
             if function is Tensor.__getitem__ and isinstance(args[1], slice) and args[1].step in (None, 1):

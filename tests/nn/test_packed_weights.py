@@ -123,9 +123,17 @@ def test_other_operations_use_a_packed_weight_as_an_ordinary_parameter() -> None
 def test_a_changed_weight_is_packed_anew() -> None:
     linear, x = nn.Linear(6, 6, bias=False), torch.randn(5, 6)
     pack_weights(linear)
+
+    def at_the_old_address(new: torch.Tensor) -> None:
+        """Set other data, then the old storage with new values, as conversions of the dtype and back may do."""
+        storage = torch.Tensor(linear.weight.untyped_storage())
+        linear.weight.data = torch.empty(0)
+        linear.weight.data = storage[: new.numel()].view(new.shape).copy_(new)
+
     for change in (
         lambda new: linear.weight.copy_(new),
         lambda new: setattr(linear.weight, "data", new),
+        at_the_old_address,
         lambda new: linear.weight.data.copy_(new),
         lambda new: linear.load_state_dict({"weight": new}),
     ):

@@ -195,7 +195,8 @@ class MultiheadAttention(Projections):
         if not query.shape[2] == key.shape[2] == D or query.shape[0] != key.shape[0] or not key.shape[1]:
             return None
         out_proj, other_mask = self.out_proj, None if states_mask else mask
-        native = key is query and not causal and self.num_heads % 2 == 0 and self.in_proj_bias is not None
+        native = key is query and not causal and self.num_heads % 2 == 0
+        native = native and self.in_proj_bias is not None and out_proj.bias is not None
         limit = torchs_limit(key, other_mask, padding) if native or other_mask is None else None
         if limit is None:
             return None

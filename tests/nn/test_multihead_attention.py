@@ -123,6 +123,16 @@ def test_weights_of_few_tokens_are_computed_by_torchs_class(kind, average, monke
         assert_close(model.eval()(query, key, value, average_attn_weights=average, **masks), expected)
 
 
+def test_an_output_projection_whose_bias_was_removed_computes_what_torch_does():
+    model, torchs = (library.MultiheadAttention(16, 4, batch_first=True).eval() for library in (fastformer, nn))
+    model.load_state_dict(torchs.state_dict())
+    for module in (model, torchs):
+        module.out_proj.bias = None
+    x = torch.randn(B, T, 16)
+    with torch.no_grad():
+        assert_close(model(x, x, x), torchs(x, x, x))
+
+
 @pytest.mark.parametrize("options", [{}, {"add_zero_attn": True}, {"add_bias_kv": True}], ids=str)
 @pytest.mark.parametrize("need_weights", [False, True])
 @pytest.mark.parametrize("stated", ["mask and hint", "hint alone"])

@@ -92,6 +92,17 @@ def test_the_sequences_of_mpnet(packed_calls):
     assert set(packed_calls) == {9}
 
 
+@pytest.mark.parametrize("pack", [False, True])
+def test_an_encoder_that_counts_positions_itself(pack):
+    eager, model = (build("bart", name, torch.float64).get_encoder() for name in ("eager", "fastformer"))
+    if pack:
+        padding_free(model)
+    ids = collated()["input_ids"]
+    expected = [eager(input_ids=each).last_hidden_state for each in ids.split(LENGTHS, 1)]
+    actual = model(input_ids=ids, position_ids=POSITIONS).last_hidden_state
+    assert_close(actual, torch.cat(expected, 1), ROUNDINGS)
+
+
 @pytest.mark.parametrize("name", ["llama", "mpnet"])
 def test_compiled_flattened_sequences_do_not_attend_to_one_another(name):
     changes = {"num_hidden_layers": 1}

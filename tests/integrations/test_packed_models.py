@@ -20,6 +20,7 @@ from fastformer.integrations.transformers import padded, padding_free
 from tests.integrations import survey
 from tests.integrations.small_configs import build
 from tests.integrations.tiny_transformers import (
+    PAIRS,
     ROUNDINGS,
     assert_as_eager,
     assert_same,
@@ -63,6 +64,16 @@ def test_copies_run_packed_and_padded_undoes_padding_free(name, before, way, pac
     assert not padded(copied).padded
     model(**inputs)  # the original runs packed as before
     assert len(packed_calls) == 3 * attentions(name)
+
+
+def test_position_embeddings_that_were_resized_since_count_columns(packed_calls):
+    eager, model = (build("pegasus", "eager", torch.float64, PAIRS) for _ in range(2))
+    padding_free(model)
+    for each in (eager, model):
+        each.resize_position_embeddings(64)  # makes new modules
+    inputs = pairs("marian", "right")
+    assert_same(outcome(model, inputs), outcome(eager, inputs))
+    assert packed_calls
 
 
 def test_a_call_that_fails_leaves_nothing_behind(monkeypatch, packed_calls):

@@ -19,7 +19,7 @@ from transformers.utils.output_capturing import _active_collector
 
 from fastformer import functional
 from fastformer.functional.attention.rules import Window
-from fastformer.integrations.transformers.entry import NAME, NotPacked, Packed, current, to_tokens
+from fastformer.integrations.transformers.entry import NAME, NotPacked, Packed, current
 from fastformer.modes import compiling
 from fastformer.packing import Layout
 
@@ -284,18 +284,6 @@ def _rules_of(query: Tensor, key: Tensor, mask: Any, causal: bool, sliding_windo
             raise ValueError(f"attention_mask is None, but must contain the sliding window of {sliding_window}")
         return MaskRules((len(key), 1, T, S), S, causal=causal)
     return MaskRules((len(key), 1, T, S), S, mask=mask)
-
-
-def embed_positions(module: Any, inner: Any, names: tuple[str, ...], /, *args: Any, **kwargs: Any) -> Any:
-    """Embed the positions that tokens have in the padded batch, inside a packed call too."""
-    batch = current()
-    if not isinstance(batch, Packed):
-        return inner(*args, **kwargs)
-    rows = batch.sequences
-    if "position_ids" in names:  # BART counts columns
-        return inner(*args, **{**kwargs, "position_ids": rows.origin % rows.columns})
-    embedded = inner(*map(batch.arguments.get, ("input_ids", "inputs_embeds")))  # M2M-100 counts ids, not padding
-    return to_tokens(embedded, rows)
 
 
 def t5_attention(attention: Any, inner: Any, names: tuple[str, ...], /, *args: Any, **kwargs: Any) -> Any:

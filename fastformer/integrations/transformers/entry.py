@@ -156,6 +156,8 @@ def forward(model: Any, inner: Any, names: tuple[str, ...], /, *args: Any, **kwa
     """Run a model's own forward with its sequences kept apart: as one row if the batch has padding."""
     if model.config._attn_implementation != NAME or isinstance(current(), Packed):
         return inner(*args, **kwargs)
+    if "position_ids" not in names and "embed_positions" in model._modules and not compiling():
+        install(model.embed_positions, embed_positions)  # in each call: users may replace it
     arguments = dict(zip(names, args, strict=False)) | kwargs
     sequences = _read_positions(model, arguments)
     if sequences is not None or compiling():
@@ -317,6 +319,18 @@ def _default_positions(model: Any, batch: Packed) -> Tensor | None:
         words = None if ids is None else (ids != padding).cumsum(1) * (ids != padding) + padding
         return columns + padding + 1 if words is None else to_tokens(words, rows)
     return rows.positions[None] if rule == "tokens" else columns
+
+
+def embed_positions(module: Any, inner: Any, names: tuple[str, ...], /, *args: Any, **kwargs: Any) -> Any:
+    """Embed the positions that tokens have in the padded batch, inside a packed call too."""
+    batch = current()
+    if not isinstance(batch, Packed):
+        return inner(*args, **kwargs)
+    rows = batch.sequences
+    if "position_ids" in names:  # BART counts columns
+        return inner(*args, **{**kwargs, "position_ids": rows.origin % rows.columns})
+    embedded = inner(*map(batch.arguments.get, ("input_ids", "inputs_embeds")))  # M2M-100 counts ids, not padding
+    return to_tokens(embedded, rows)
 
 
 def _pooled(model: Any, hidden: Tensor) -> Tensor:

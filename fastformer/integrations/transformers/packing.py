@@ -7,7 +7,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from fastformer.integrations.transformers import entry
-from fastformer.integrations.transformers.attention import embed_positions, mpnet_attention, mpnet_bias, t5_attention
+from fastformer.integrations.transformers.attention import mpnet_attention, mpnet_bias, t5_attention
 from fastformer.nn.conversion import Entry, lines_of, name_of
 
 
@@ -63,8 +63,6 @@ def padding_free(model: nn.Module) -> PaddingFree:
                 entry.install(module, mpnet_bias, "compute_position_bias")
                 for layer in module.layer:
                     entry.install(layer.attention.attn, mpnet_attention)
-        if "position_ids" not in entry.parameters(base) and "embed_positions" in base._modules:
-            entry.install(base.embed_positions, embed_positions)
         report.packed.append(Entry(name, name_of(type(base)), "runs on real tokens"))
     return report
 

@@ -48,7 +48,8 @@ def pack_weights(model: nn.Module) -> None:
     """Pack the weights of a model's linear layers and attention projections, in place, for inference on a CPU.
 
     Packs fp32 weights on the CPU, of nn.Linear and fastformer's MultiheadAttention, not of subclasses. A large weight
-    is stored twice. The model can still be saved, moved and trained. An embedding that shares a weight keeps the
+    is stored twice. The model can still be saved, moved and trained. Prune and parametrise it before, because
+    `weight.view(-1)` and, if it is large, `nn.Parameter(weight)` raise. An embedding that shares a weight keeps the
     original parameter.
     """
     attentions = [x for x in model.modules() if isinstance(x, nn.MultiheadAttention)]

@@ -40,7 +40,7 @@ _ROWS_ON_INTEL = range(6, 25)
 _MIN_ROWS = 4
 # Elements of a packed weight: a call of oneDNN takes 20 us more, and the first call with each number of rows 650 us.
 _MIN_PACKED_SIZE = 1 << (19 if _IS_INTEL else 18)
-_DATA = Tensor.data.__get__, Tensor.data.__set__  # type: ignore[attr-defined]
+_DATA = Tensor.data.__get__, Tensor.data.__set__, Tensor.grad.__set__  # type: ignore[attr-defined]
 _MAX_SLICES = 8  # cached slices of a weight: attention reads those of queries, keys, values, and keys with values
 
 

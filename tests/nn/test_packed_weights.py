@@ -165,6 +165,10 @@ def test_a_trained_weight_is_packed_anew() -> None:
         check()
         optimizer.zero_grad()
         check()
+    linear.weight.grad = torch.ones(6, 6)  # without a backward pass
+    optimizer.step()
+    optimizer.zero_grad()
+    check()
 
 
 @pytest.mark.usefixtures("packs_small_weights")

@@ -16,6 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fastformer import functional
+from fastformer.functional.attention.reference import is_finite
 from fastformer.host.devices import autocasts, check_types, product_dtype
 from fastformer.nn.activations import as_function, is_gated
 from fastformer.nn.inspection import BLOCKS, is_unmodified, runs_composed, unmodified_children
@@ -24,9 +25,9 @@ from fastformer.nn.modules import (
     activation_name,
     drop_in,
     make_norm,
+    mask_of_fused_ops,
     runs_as_torch,
     take_over_children,
-    torchs_limit,
 )
 from fastformer.nn.multihead_attention import MultiheadAttention
 from fastformer.nn.options import LayerOptions, attention_options, check_options
@@ -289,9 +290,8 @@ class TransformerEncoderLayer(_Layer, nn.TransformerEncoderLayer):
             return run(self, src)  # type: ignore[no-any-return]
         check_types(("src",), src)
         check_types(("src_mask", "src_key_padding_mask"), src_mask, src_key_padding_mask, optional=True)
-        if not is_causal and runs_as_torch(src):
-            limit = torchs_limit(src, src_mask, src_key_padding_mask)
-            out = None if limit is None else self._run_torchs_op(src, *limit)
+        if runs_as_torch(src):
+            out = self._run_torchs_op(src, Masks(src_mask, src_key_padding_mask, is_causal))
             if out is not None:
                 return out
         if not runs_composed(self) or src.is_nested or not is_unmodified(self.self_attn, MultiheadAttention):
@@ -299,10 +299,14 @@ class TransformerEncoderLayer(_Layer, nn.TransformerEncoderLayer):
         masks = (Masks(src_mask, src_key_padding_mask, is_causal),)
         return self.compose(src, *self.padded_attentions(None, masks))
 
-    def _run_torchs_op(self, src: Tensor, mask: Tensor | None, kind: int) -> Tensor | None:
+    def _run_torchs_op(self, src: Tensor, masks: Masks) -> Tensor | None:
         """Run torch's op for a whole layer on few tokens `[B, S, D]`; return None if it does not compute this layer."""
-        attention, activation, modules = self.self_attn, self.activation_relu_or_gelu, self._modules
-        if src.dim() != 3 or not activation or not attention.batch_first or attention.num_heads % 2:
+        attention, modules = self.self_attn, self._modules
+        if src.dim() != 3 or type(attention) is not MultiheadAttention:
+            return None
+        fused = mask_of_fused_ops(src, attention.num_heads, masks)
+        activation = 0 if fused is None else self.activation_relu_or_gelu
+        if fused is None or not activation or not attention.batch_first or attention.num_heads % 2:
             return None
         norms: Any = modules["norm1"], modules["norm2"]
         if attention.training or norms[0].eps != norms[1].eps:
@@ -312,8 +316,9 @@ class TransformerEncoderLayer(_Layer, nn.TransformerEncoderLayer):
         if any(type(x) is not nn.Parameter or x.dtype is not src.dtype for x in (*own, *others)):
             return None
         settings = activation == 2, self.norm_first, norms[0].eps
-        arguments: Any = (attention.embed_dim, attention.num_heads, *own, *settings, *others, mask, kind)
-        return torch._transformer_encoder_layer_fwd(src, *arguments)
+        arguments: Any = (attention.embed_dim, attention.num_heads, *own, *settings, *others, *fused)
+        out = torch._transformer_encoder_layer_fwd(src, *arguments)
+        return out if fused[0] is None or is_finite(out) else None
 
 
 @drop_in

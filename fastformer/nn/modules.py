@@ -22,13 +22,14 @@ from fastformer.host.devices import autocasts, check_probability
 from fastformer.modes import needs_dispatcher
 from fastformer.nn.activations import FUSED, geglu, gelu_tanh, reglu, swiglu
 from fastformer.nn.inspection import TOKEN_WISE, is_unmodified, unmodified_children
+from fastformer.nn.packed_input import Masks, causal_mask
 from fastformer.settings import check_value
 
 _FEW_TOKENS = 256
 # Of a head in a batch. Beyond, SDPA is faster with a mask than torch's fused ops: for 5 x 48 tokens of width 64 1.2
 # times, for 1 x 256 4 times (MultiheadAttention, one core); for 1 x 64 0.95 times.
 _FEW_SCORES = 4096
-ATTENTION_MASK, KEY_PADDING = 0, 1  # `mask_type` of torch's fused ops
+_ATTENTION_MASK, _KEY_PADDING, _BOTH = 0, 1, 2  # `mask_type` of torch's fused ops
 _FEED_FORWARD: dict[str, tuple[type[nn.Module], ...]] = {
     "linear1": (nn.Linear,), "dropout": (nn.Dropout,), "linear2": (nn.Linear,),
 }  # fmt: skip
@@ -60,31 +61,25 @@ def runs_as_torch(x: Tensor) -> bool:
     return not torch.is_grad_enabled() and are_few_on_cpu(x)
 
 
-def torchs_limit(x: Tensor, mask: Any, padding: Tensor | None) -> tuple[Tensor | None, int] | None:
-    """Return the mask and the `mask_type` for torch's fused ops on x `[B, L, D]`; None if fastformer's ops must run.
+def mask_of_fused_ops(x: Tensor, heads: int, masks: Masks) -> tuple[Tensor | None, int | None] | None:
+    """Return the mask and the `mask_type` for torch's fused ops on x `[B, L, D]`; None if they do not take the masks.
 
-    torch takes one mask, whose hidden values must not overflow, because weights of 0 do not hide NaN. Each query must
-    see a key. With a mask `[L, L]`, torch is faster only for few scores.
+    They take bool masks. With a mask `[L, L]`, they are faster only for few scores. Their output is NaN where a query
+    sees no key, or a hidden value is NaN or overflows: fastformer's own ops must then compute it.
     """
+    (B, L, _), (mask, padding, causal) = x.shape, masks
+    if causal and mask is None:
+        mask = causal_mask(L, L, x.device)
+    for m, shape in ((mask, (L, L)), (padding, (B, L))):
+        if m is not None and not (type(m) is Tensor and m.is_cpu and m.dtype == torch.bool and m.shape == shape):
+            return None
     if mask is None:
-        return (padding, KEY_PADDING) if _torch_takes_padding(x, padding) else None
-    return (mask, ATTENTION_MASK) if padding is None and _torch_takes_mask(x, mask) else None
-
-
-def _torch_takes_padding(x: Tensor, padding: Tensor | None) -> bool:
+        return padding, None if padding is None else _KEY_PADDING
+    if B * L**2 > _FEW_SCORES:
+        return None
     if padding is None:
-        return True
-    if type(padding) is not Tensor or padding.dtype != torch.bool or padding.shape != x.shape[:2] or not padding.is_cpu:
-        return False
-    hidden = int(padding.sum(1).max())
-    return hidden == 0 or (hidden < x.shape[1] and float(x.abs().max()) < torch.finfo(x.dtype).max ** 0.25)
-
-
-def _torch_takes_mask(x: Tensor, mask: Any) -> bool:
-    if x.dim() != 3 or type(mask) is not Tensor or mask.dtype != torch.bool or not mask.is_cpu:
-        return False
-    B, L, _ = x.shape
-    return mask.shape == (L, L) and B * L**2 <= _FEW_SCORES and int(mask.sum(1).max()) < L
+        return mask, _ATTENTION_MASK
+    return (mask | padding[:, None])[:, None].expand(B, heads, L, L), _BOTH
 
 
 def take_over_children(module: nn.Module) -> None:

@@ -13,10 +13,12 @@ from torch import Tensor, nn
 from torch.nn.functional import _mha_shape_check  # type: ignore[attr-defined]
 
 from fastformer import functional
+from fastformer.functional.attention.reference import is_finite, scores_to_weights, weighted_sum
+from fastformer.functional.attention.rules import merge_masks
 from fastformer.host.devices import check_tensors, check_types
 from fastformer.modes import compiling
 from fastformer.nn.inspection import has_own_hooks
-from fastformer.nn.modules import drop_in, runs_as_torch, torchs_limit
+from fastformer.nn.modules import drop_in, mask_of_fused_ops, runs_as_torch
 from fastformer.nn.packed_input import Masks, causal_mask
 from fastformer.nn.projections import OUT_PROJECTIONS, Projections, check_attn_mask, op_masks
 from fastformer.nn.rotary import Positions
@@ -186,38 +188,46 @@ class MultiheadAttention(Projections):
     def _attend_by_torchs_ops(
         self, query: Tensor, key: Tensor, masks: Masks, weights: bool, average: bool
     ) -> tuple[Tensor, Tensor | None] | None:
-        """Attend by torch's ops alone, for few tokens in inference; return None if fastformer's op is needed."""
-        D, fits = self.embed_dim, type(key) is Tensor and key.is_cpu and query.dim() == key.dim() == 3
-        mask, padding, causal = masks.mask, masks.padding, bool(masks.is_causal)
-        states_mask = causal and mask is not None and mask.shape == (query.shape[-2], key.shape[-2])
-        if not fits or self.training or not self.batch_first or not self.is_torchs_formula():
+        """Attend by torch's ops alone, for few tokens in inference; return None if fastformer's op is needed.
+
+        That op computes again what is not finite: torch's ops spread NaN and inf of padding, and with weights they give
+        NaN for a query that sees no key.
+        """
+        (mask, padding, stated), D, H = masks, self.embed_dim, self.num_heads
+        time, rows = (1, 0) if self.batch_first else (0, 1)
+        if type(key) is not Tensor or not key.is_cpu or not query.dim() == key.dim() == 3:
             return None
-        if not query.shape[2] == key.shape[2] == D or query.shape[0] != key.shape[0] or not key.shape[1]:
+        if self.training or not self.is_torchs_formula() or not query.shape[2] == key.shape[2] == D:
             return None
-        out_proj, other_mask = self.out_proj, None if states_mask else mask
-        native = key is query and not causal and self.num_heads % 2 == 0
-        native = native and self.in_proj_bias is not None and out_proj.bias is not None
-        limit = torchs_limit(key, other_mask, padding) if native or other_mask is None else None
-        if limit is None:
+        out_proj, causal = self.out_proj, bool(stated) and padding is None and not weights
+        if key is query and not causal and rows == 0 and H % 2 == 0 and self.in_proj_bias is not None:
+            fused = mask_of_fused_ops(query, H, masks)
+            if fused is not None:
+                parameters = self.in_proj_weight, self.in_proj_bias, out_proj.weight, out_proj.bias
+                outputs: tuple[Tensor, Tensor | None] = torch._native_multi_head_attention(
+                    query, key, key, D, H, *parameters, fused[0], weights, average, fused[1]
+                )
+                return outputs if fused[0] is None or is_finite(outputs[0]) else None
+        given = [m for m in (mask, padding) if m is not None]
+        if any(type(m) is not Tensor or not m.is_cpu or m.dtype not in (torch.bool, query.dtype) for m in given):
             return None
-        if native:
-            parameters = self.in_proj_weight, self.in_proj_bias, out_proj.weight, out_proj.bias
-            hidden, kind = limit
-            return torch._native_multi_head_attention(
-                query, key, key, D, self.num_heads, *parameters, hidden, weights, average, kind
-            )
-        if weights:  # torch's class needs the mask, and gives NaN where padding and causality hide all keys
-            if causal and padding is not None:
-                return None
-            mask = causal_mask(query.shape[1], key.shape[1], query.device) if causal and mask is None else mask
-            return super().forward(query, key, key, padding, attn_mask=mask, average_attn_weights=average)
-        if padding is not None and causal:
-            padding = padding[:, None] | causal_mask(query.shape[1], key.shape[1], padding.device)
-        q, k, v = (x.transpose(1, 2) for x in self.project(query, key, key))
-        visible = None if padding is None else ~padding.view(len(key), 1, -1, key.shape[1])
-        out = F.scaled_dot_product_attention(q, k, v, visible, is_causal=causal and visible is None)
-        out = out.transpose(1, 2).flatten(2)
-        return F.linear(out, out_proj.weight, out_proj.bias), None
+        if not self._fits(query, key, key, padding, mask, rows, time) or not key.shape[time]:
+            return None
+        if stated and not causal and mask is None:
+            mask = causal_mask(query.shape[time], key.shape[time], query.device)
+        q, k, v = (x.permute(rows, 2, time, 3) for x in self.project(query, key, key))
+        mask, key_mask = op_masks(None if causal else mask, padding, (len(q), H), 0, q.dtype)
+        mask = merge_masks(mask, None if key_mask is None else key_mask[:, None, None])
+        applied = scores_to_weights(q, k, mask, None) if weights else None
+        if applied is None:
+            out = F.scaled_dot_product_attention(q, k, v, mask, is_causal=causal)
+        else:
+            out = weighted_sum(applied, v)
+            applied = (applied.mean(1) if average else applied).to(q.dtype)
+        if mask is not None and not is_finite(out):
+            return None
+        out = out.permute((0, 2, 1, 3) if rows == 0 else (2, 0, 1, 3)).flatten(2)
+        return F.linear(out, out_proj.weight, out_proj.bias), applied
 
     def is_torchs_formula(self) -> bool:
         """Return whether torch's own `forward` computes what this module does, from parameters of torch's class."""

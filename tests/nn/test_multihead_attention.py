@@ -109,8 +109,8 @@ def test_is_causal_stands_for_a_mask_of_other_sizes(training):
 
 @pytest.mark.parametrize("average", [True, False])
 @pytest.mark.parametrize("kind", ["memory", "padding", "causal", "causal, stated"])
-def test_weights_of_few_tokens_are_computed_by_torchs_class(kind, average, monkeypatch):
-    """In inference, where fastformer's op takes up to 1.9 times as long; torch's class wants the mask."""
+def test_weights_of_few_tokens_are_computed_without_the_op(kind, average, monkeypatch):
+    """In inference, where fastformer's op takes up to 1.9 times as long."""
     model, torchs = attention(torch.float32, batch_first=True)
     query, key, value = inputs_for("self" if "causal" in kind else "memory", model, torch.float32)
     masks = {"key_padding_mask": padding(False, S, torch.float32)} if kind == "padding" else {}

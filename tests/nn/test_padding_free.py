@@ -328,25 +328,38 @@ def test_few_tokens_in_inference_run_by_torchs_ops(kind, mask, monkeypatch, few_
         FEW[kind](model, random(B, T, D).detach(), hidden, MASKS[mask]())
 
 
+def attend(need_weights):
+    def call(model, x, mask, hidden):
+        outputs = model(x, x, x, attn_mask=mask, key_padding_mask=hidden, need_weights=need_weights)
+        return torch.cat([out for out in outputs if out is not None], -1)
+
+    return call
+
+
+@pytest.mark.parametrize("hidden", [None, PADDING["right"][0]], ids=["no padding", "padding"])
+@pytest.mark.parametrize("additive", [False, True])
 @pytest.mark.parametrize(
     ("kind", "call"),
     [
-        ("MultiheadAttention", lambda model, x, mask: model(x, x, x, attn_mask=mask, need_weights=False)[0]),
-        ("MultiheadAttention", lambda model, x, mask: torch.cat(model(x, x, x, attn_mask=mask), -1)),
-        ("TransformerEncoderLayer", lambda model, x, mask: model(x, mask)),
+        ("MultiheadAttention", attend(need_weights=False)),
+        ("MultiheadAttention", attend(need_weights=True)),
+        ("TransformerEncoderLayer", lambda model, x, mask, hidden: model(x, mask, hidden)),
     ],
     ids=["attention", "weights", "layer"],
 )
-def test_few_tokens_with_a_bool_mask_in_inference_run_by_torchs_ops(kind, call, monkeypatch):
-    """If each query sees a key."""
+def test_few_tokens_with_a_mask_in_inference_run_by_torchs_ops(kind, call, additive, hidden, monkeypatch):
+    """If the output is finite; with weights, and in torch's fused ops, it is NaN for a query that sees no key."""
     model, x = few_model(kind), random(B, T, D).detach()
     mask = torch.ones(T, T).triu(1).bool()
-    expected, blind = call(model, x, mask).detach(), mask.index_fill(0, torch.tensor(1), True)
+    blind = mask.index_fill(0, torch.tensor(1), True)
+    if additive:
+        mask, blind = (torch.randn(T, T).double().masked_fill(m, -math.inf) for m in (mask, blind))
+    expected, expected_blind = (call(model, x, m, hidden).detach() for m in (mask, blind))
     with torch.no_grad():
-        assert call(model, x, blind).isfinite().all()
+        assert_close(call(model, x, blind, hidden), expected_blind)
         for name in ("attention", "attention_with_weights"):
             monkeypatch.delattr(functional, name)
-        assert_close(call(model, x, mask), expected)
+        assert_close(call(model, x, mask, hidden), expected)
 
 
 @pytest.mark.parametrize("kind", FEW)

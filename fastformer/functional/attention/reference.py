@@ -66,9 +66,14 @@ def _without_padding(compute: Callable[..., Any], q: Tensor, k: Tensor, v: Tenso
     if hides and not torch.is_grad_enabled() and rules.dropout_p == 0.0 and readable(q):
         outputs = compute(q, k, v, rules)
         out = outputs if isinstance(outputs, Tensor) else outputs[0]
-        if math.isfinite(out.sum(dtype=torch.float32).item()):
+        if is_finite(out):
             return outputs
     return compute(*blank_padding(q, k, v, rules), rules)
+
+
+def is_finite(x: Tensor) -> bool:
+    """Return whether the numbers of x are finite, and so is their sum."""
+    return math.isfinite(x.sum(dtype=torch.float32).item())
 
 
 def attention_over_zeros(q: Tensor, k: Tensor, v: Tensor, rules: AttentionRules) -> Tensor:

@@ -91,6 +91,13 @@ def as_key_mask(mask: Tensor | None, B: int, S: int) -> Tensor | None:
     return mask.reshape(shape[0], shape[3]).expand(B, S) if shape[1] == shape[2] == 1 else None
 
 
+def merge_masks(mask: Tensor | None, allowed: Tensor | None) -> Tensor | None:
+    """Merge a mask, bool (True = may attend) or additive, with the allowed positions; either may be None."""
+    if mask is None or allowed is None:
+        return allowed if mask is None else mask
+    return mask & allowed if mask.dtype == torch.bool else torch.where(allowed, mask, -math.inf)
+
+
 def open_dead_rows(mask: Tensor | None, allowed: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
     """Merge an arbitrary mask with the allowed positions.
 
@@ -100,10 +107,7 @@ def open_dead_rows(mask: Tensor | None, allowed: Tensor | None) -> tuple[Tensor 
     """
     if mask is not None and readable(mask) and mask.stride(-1) > 1:
         mask = mask.contiguous()  # T5's bias is one of heads last, of which `amax` takes 40 times as long
-    if mask is None or allowed is None:
-        merged = allowed if mask is None else mask
-    else:
-        merged = mask & allowed if mask.dtype == torch.bool else torch.where(allowed, mask, -math.inf)
+    merged = merge_masks(mask, allowed)
     if merged is None:
         return None, None
     if merged.dtype == torch.bool:

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from fastformer.host.autograd_function import NAMESPACE, plain_gradients
 from fastformer.host.devices import autocasts, to_autocast
-from fastformer.modes import compiling, forward_ad, in_torch_func
+from fastformer.modes import compiling, forward_ad, in_torch_func, readable
 
 CPU_CHUNK_BYTES = 4 << 20  # of fp32 logits; 0.5, 1, 2, 4, 8, 16, 64 MiB took 204, 201, 180, 166, 176, 159, 244 ms
 # With fewer rows, passes over the weight and its gradient take most time: for 700 rows, D 200, V 33,280, chunks of
@@ -54,33 +54,37 @@ def _losses(of_label: Tensor, other_exps: Tensor, mean: Tensor | None, label_smo
 
     other_exps: sum of exp(difference) over all classes except the label; mean: of all differences.
     """
-    loss = torch.log1p(other_exps + of_label.expm1()) - (1.0 - label_smoothing) * of_label
+    loss = torch.log1p(other_exps + of_label.expm1()).sub(of_label, alpha=1.0 - label_smoothing)
     return loss if mean is None else loss - label_smoothing * mean
 
 
 def _losses_(
-    logits: Tensor, bias: Tensor | None, label: Tensor, counts: Tensor, label_smoothing: float, wants_gradient: bool
-) -> Tensor:
-    """Compute the loss of each row, `[m]`, of logits `[m, V]` still without `bias`.
+    logits: Tensor, label: Tensor, counts: Tensor | None, label_smoothing: float, wants_gradient: bool
+) -> tuple[Tensor, Tensor | None]:
+    """Compute the loss of each row, `[m]`, of logits `[m, V]`.
 
-    The logits become d loss / d z if `wants_gradient`: softmax(z) - (1 - eps) onehot(y) - eps / V. Loss and gradient
-    are 0 where `counts` is False.
+    counts: which rows count; loss and gradient of the others are 0. None: all.
+
+    Returns:
+        The losses; and if `wants_gradient`, numbers `[m, 1]` that give d loss / d z = softmax(z) - (1 - eps) onehot(y)
+        - eps / V if they multiply what is then in the logits.
     """
-    if bias is not None:
-        logits += bias
     label = label[:, None]
     logits -= logits.amax(1, keepdim=True)
     of_label = logits.gather(1, label)  # [m, 1]
     mean = logits.mean(1, keepdim=True) if label_smoothing > 0.0 else None
     other_exps = logits.exp_().scatter_(1, label, 0.0).sum(1, keepdim=True)
+    factor = None
     if wants_gradient:
-        shares = counts.to(logits.dtype)[:, None]  # [m, 1]
-        inverse = shares / (other_exps + of_label.exp())
-        logits.mul_(inverse)
+        exps, of_target = other_exps + of_label.exp(), -other_exps
         if label_smoothing > 0.0:
-            logits.sub_(shares * (label_smoothing / logits.shape[1]))
-        logits.scatter_add_(1, label, shares * label_smoothing - other_exps * inverse)
-    return _losses(of_label, other_exps, mean, label_smoothing).squeeze(1).masked_fill_(~counts, 0.0)
+            share = exps * (label_smoothing / logits.shape[1])
+            logits.sub_(share)
+            of_target += label_smoothing * exps - share
+        logits.scatter_(1, label, of_target)
+        factor = exps.reciprocal() if counts is None else counts.to(logits.dtype)[:, None] / exps
+    losses = _losses(of_label, other_exps, mean, label_smoothing).squeeze(1)
+    return (losses if counts is None else losses.masked_fill_(~counts, 0.0)), factor
 
 
 def zero_gradients(
@@ -107,7 +111,7 @@ def _aligned(rows: int, V: int, wide: torch.dtype, device: torch.device) -> Tens
 
 
 def _chunk_(
-    dlogits: Tensor,
+    logits: Tensor,
     x: Tensor,
     weight: Tensor,
     bias: Tensor | None,
@@ -115,23 +119,29 @@ def _chunk_(
     ignore_index: int,
     label_smoothing: float,
     wants_gradient: bool,
-) -> Tensor:
-    """Return the losses of a chunk of rows, `[m]`; dlogits `[m, V]` is filled with d loss / d z if `wants_gradient`."""
-    counts = target != ignore_index  # [m]
-    label = torch.where(counts, target, 0)
+) -> tuple[Tensor, Tensor | None]:
+    """Fill logits `[m, V]` for a chunk of rows, and return `_losses_`."""
+    counts: Tensor | None = target != ignore_index  # [m]
+    if readable(counts) and bool(counts.all()):  # type: ignore[arg-type, union-attr]
+        counts = None
+    label = target if counts is None else torch.where(counts, target, 0)
     # Autocast computes the logits in its own dtype, like any linear layer.
-    plain = x.dtype == weight.dtype == dlogits.dtype and not autocasts(x)
-    if plain:
-        torch.mm(x, weight.t(), out=dlogits)
+    if not x.dtype == weight.dtype == logits.dtype or autocasts(x):
+        logits.copy_(F.linear(x, weight, bias))
+    elif bias is None:
+        torch.mm(x, weight.t(), out=logits)
     else:
-        dlogits.copy_(F.linear(x, weight, bias))
-    losses = []
-    _, block_rows = _rows_at_once(x, weight.shape[0])
-    for start in range(0, len(counts), block_rows):
-        block = slice(start, start + block_rows)
-        added = bias if plain else None
-        losses.append(_losses_(dlogits[block], added, label[block], counts[block], label_smoothing, wants_gradient))
-    return torch.cat(losses)
+        torch.addmm(bias, x, weight.t(), out=logits)
+    _, rows = _rows_at_once(x, weight.shape[0])
+    if rows >= len(label):
+        return _losses_(logits, label, counts, label_smoothing, wants_gradient)
+    parts = []
+    for start in range(0, len(label), rows):
+        block = slice(start, start + rows)
+        of_block = None if counts is None else counts[block]
+        parts.append(_losses_(logits[block], label[block], of_block, label_smoothing, wants_gradient))
+    losses, factors = zip(*parts, strict=True)
+    return torch.cat(losses), torch.cat(factors) if wants_gradient else None
 
 
 def _in_chunks(
@@ -155,9 +165,11 @@ def _in_chunks(
         rows = slice(start, start + step)
         dlogits = buffer[: min(step, M - start)]  # at first the logits, [m, V]
         inputs = x[rows], weight, bias, target[rows]
-        losses.append(_chunk_(dlogits, *inputs, ignore_index, label_smoothing, any(needs_grad)))
-        if not any(needs_grad):
+        of_chunk, factor = _chunk_(dlogits, *inputs, ignore_index, label_smoothing, any(needs_grad))
+        losses.append(of_chunk)
+        if factor is None:
             continue
+        dlogits *= factor
         if needs_grad[2]:
             dbias += dlogits.sum(0)
         dlogits = dlogits.to(x.dtype)
@@ -181,16 +193,22 @@ def _(x: Tensor, weight: Tensor, *rest: Any) -> tuple[Tensor, Tensor, Tensor, Te
     return weight.new_empty(x.shape[0], dtype=wide), *zero_gradients(x, weight, rest[-1], wide, wide)
 
 
-def _fits_one_chunk(x: Tensor, weight: Tensor) -> bool:
-    """Return whether forward can save d loss / d z: it is one chunk, in fp32 or fp64, so scaling loses no accuracy.
+def _one_chunk(
+    x: Tensor, weight: Tensor, bias: Tensor | None, *settings: Any, wants_gradient: bool
+) -> tuple[Tensor, Tensor, Tensor | None] | None:
+    """Return the losses, and what gives d loss / d z (`_losses_`); None unless all rows are one chunk in fp32 or fp64.
 
-    Then no gradient `[V, D]` is computed only to be scaled. For 14, 64 and 180 rows, D 256, V 5,900, loss
-    and gradients were 1.17, 1.08 and 1.03 times as fast as in the other form; for 20 rows, D 200, V 33,278, 1.21 times
-    (one core).
+    Scaling then loses no accuracy, and no gradient `[V, D]` is computed only to be scaled. For 14, 64 and 180 rows,
+    D 256, V 5,900, loss and gradients were 1.17, 1.08 and 1.03 times as fast as in the other form; for 20 rows, D 200,
+    V 33,278, 1.21 times (one core).
     """
-    wide = torch.promote_types(weight.dtype, torch.float32)
-    M = x.shape[0]
-    return 0 < M <= _rows_at_once(x, weight.shape[0])[0] and x.dtype == weight.dtype == wide
+    (M, _), V, dtype = x.shape, weight.shape[0], weight.dtype
+    wide = dtype in (torch.float32, torch.float64) and x.dtype == dtype
+    if compiling() or not wide or not 0 < M <= _rows_at_once(x, V)[0]:
+        return None
+    logits = _aligned(M, V, dtype, x.device)
+    losses, factor = _chunk_(logits, x, weight, bias, *settings, wants_gradient=wants_gradient)  # type: ignore[misc]
+    return losses, logits, factor
 
 
 class ChunkedCrossEntropy(torch.autograd.Function):
@@ -200,11 +218,11 @@ class ChunkedCrossEntropy(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, target: Tensor, *settings: Any) -> Tensor:
         needs_grad = list(ctx.needs_input_grad[:3])
         ctx.settings = settings
-        ctx.one_chunk = any(needs_grad) and not compiling() and _fits_one_chunk(x, weight)
-        if ctx.one_chunk:
-            dlogits = _aligned(x.shape[0], weight.shape[0], weight.dtype, x.device)
-            losses = _chunk_(dlogits, x, weight, bias, target, *settings, wants_gradient=True)  # type: ignore[misc]
-            ctx.save_for_backward(x, weight, bias, target, dlogits)
+        one_chunk = _one_chunk(x, weight, bias, target, *settings, wants_gradient=True)
+        ctx.one_chunk = one_chunk is not None
+        if one_chunk is not None:
+            losses, *saved = one_chunk
+            ctx.save_for_backward(x, weight, bias, target, *saved)
             return losses.sum()
         run: Any = _in_chunks_op if compiling() else _in_chunks
         losses, *gradients = run(x, weight, bias, target, *settings, needs_grad)
@@ -224,11 +242,11 @@ class ChunkedCrossEntropy(torch.autograd.Function):
 
             return *plain_gradients(formula, (x, weight, bias), needs_grad, (grad,)), None, None, None
         if ctx.one_chunk:
-            dlogits = saved[0] * grad
+            dlogits, factor = saved[0], saved[1] * grad
             return (
-                dlogits @ weight if needs_grad[0] else None,
-                dlogits.t() @ x if needs_grad[1] else None,
-                dlogits.sum(0) if needs_grad[2] else None,
+                (dlogits @ weight).mul_(factor) if needs_grad[0] else None,
+                dlogits.t() @ (x * factor) if needs_grad[1] else None,
+                dlogits.t() @ factor[:, 0] if needs_grad[2] else None,
                 None, None, None,
             )  # fmt: skip
         # In fp32 at least: beside an fp16 matrix on a GPU, torch casts a factor without dimensions to fp16.
@@ -250,6 +268,8 @@ def linear_cross_entropy(x: Tensor, weight: Tensor, bias: Tensor | None, *settin
         losses = plain_loss(x, weight, bias, *settings)
     elif trained:
         return ChunkedCrossEntropy.apply(x, weight, bias, *settings)  # type: ignore[no-any-return, no-untyped-call]
+    elif (one_chunk := _one_chunk(x, weight, bias, *settings, wants_gradient=False)) is not None:
+        losses = one_chunk[0]
     else:
         run: Any = _in_chunks_op if compiling() else _in_chunks
         losses = run(x, weight, bias, *settings, [False] * 3)[0]

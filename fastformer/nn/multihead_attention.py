@@ -13,12 +13,13 @@ from torch import Tensor, nn
 from torch.nn.functional import _mha_shape_check  # type: ignore[attr-defined]
 
 from fastformer import functional
-from fastformer.functional.attention.reference import is_finite, scores_to_weights, weighted_sum
-from fastformer.functional.attention.rules import merge_masks
+from fastformer.functional.attention.reference import are_harmless, is_finite, scores_to_weights, weighted_sum
+from fastformer.functional.attention.rules import dead_rows, merge_masks
+from fastformer.functional.dropout import drop
 from fastformer.host.devices import check_tensors, check_types
 from fastformer.modes import compiling
 from fastformer.nn.inspection import has_own_hooks
-from fastformer.nn.modules import drop_in, mask_of_fused_ops, runs_as_torch
+from fastformer.nn.modules import are_few_on_cpu, drop_in, mask_of_fused_ops
 from fastformer.nn.packed_input import Masks, causal_mask
 from fastformer.nn.projections import OUT_PROJECTIONS, Projections, check_attn_mask, op_masks
 from fastformer.nn.rotary import Positions
@@ -55,7 +56,7 @@ class MultiheadAttention(Projections):
         `is_causal` states that attn_mask is the causal mask, which may then be omitted, unlike in torch. Without
         `need_weights`, no `[T, S]` matrix is stored.
         """
-        if key is value and runs_as_torch(query):
+        if key is value and are_few_on_cpu(query):
             masks = Masks(attn_mask, key_padding_mask, is_causal)
             outputs = self._attend_by_torchs_ops(query, key, masks, need_weights, average_attn_weights)
             if outputs is not None:
@@ -188,19 +189,22 @@ class MultiheadAttention(Projections):
     def _attend_by_torchs_ops(
         self, query: Tensor, key: Tensor, masks: Masks, weights: bool, average: bool
     ) -> tuple[Tensor, Tensor | None] | None:
-        """Attend by torch's ops alone, for few tokens in inference; return None if fastformer's op is needed.
+        """Attend by torch's ops alone, for few tokens on a CPU; return None if fastformer's op is needed.
 
-        That op computes again what is not finite: torch's ops spread NaN and inf of padding, and with weights they give
-        NaN for a query that sees no key.
+        torch's ops spread NaN and inf of padding, and may give NaN for a query that sees no key. In inference the
+        output shows it, and fastformer's op computes it again. In training gradients alone may be NaN, so the masks and
+        keys are read before.
         """
         (mask, padding, stated), D, H = masks, self.embed_dim, self.num_heads
         time, rows = (1, 0) if self.batch_first else (0, 1)
-        if type(key) is not Tensor or not key.is_cpu or not query.dim() == key.dim() == 3:
+        if type(key) is not Tensor or not key.is_cpu or key.is_nested or not query.dim() == key.dim() == 3:
             return None
-        if self.training or not self.is_torchs_formula() or not query.shape[2] == key.shape[2] == D:
+        if not self.is_torchs_formula() or not query.shape[2] == key.shape[2] == D:
             return None
+        dropout_p, trains = self.dropout if self.training else 0.0, self.training or torch.is_grad_enabled()
+        native = key is query and rows == 0 and H % 2 == 0 and not trains
         out_proj, causal = self.out_proj, bool(stated) and padding is None and not weights
-        if key is query and not causal and rows == 0 and H % 2 == 0 and self.in_proj_bias is not None:
+        if native and not causal and self.in_proj_bias is not None:
             fused = mask_of_fused_ops(query, H, masks)
             if fused is not None:
                 parameters = self.in_proj_weight, self.in_proj_bias, out_proj.weight, out_proj.bias
@@ -211,6 +215,8 @@ class MultiheadAttention(Projections):
         given = [m for m in (mask, padding) if m is not None]
         if any(type(m) is not Tensor or not m.is_cpu or m.dtype not in (torch.bool, query.dtype) for m in given):
             return None
+        if trains and any(m.requires_grad for m in given):
+            return None
         if not self._fits(query, key, key, padding, mask, rows, time) or not key.shape[time]:
             return None
         if stated and not causal and mask is None:
@@ -218,13 +224,19 @@ class MultiheadAttention(Projections):
         q, k, v = (x.permute(rows, 2, time, 3) for x in self.project(query, key, key))
         mask, key_mask = op_masks(None if causal else mask, padding, (len(q), H), 0, q.dtype)
         mask = merge_masks(mask, None if key_mask is None else key_mask[:, None, None])
-        applied = scores_to_weights(q, k, mask, None) if weights else None
-        if applied is None:
-            out = F.scaled_dot_product_attention(q, k, v, mask, is_causal=causal)
-        else:
+        if trains and mask is not None:
+            if dead_rows(mask).any() or (padding is not None and not are_harmless(k, v)):
+                return None
+        applied = None
+        if weights or dropout_p:  # on a CPU SDPA has no fused path with dropout
+            if causal:
+                mask = ~causal_mask(q.shape[2], k.shape[2], q.device)
+            applied = drop(scores_to_weights(q, k, mask, None), dropout_p)
             out = weighted_sum(applied, v)
-            applied = (applied.mean(1) if average else applied).to(q.dtype)
-        if mask is not None and not is_finite(out):
+            applied = (applied.mean(1) if average else applied).to(q.dtype) if weights else None
+        else:
+            out = F.scaled_dot_product_attention(q, k, v, mask, is_causal=causal)
+        if mask is not None and not trains and not is_finite(out):
             return None
         out = out.permute((0, 2, 1, 3) if rows == 0 else (2, 0, 1, 3)).flatten(2)
         return F.linear(out, out_proj.weight, out_proj.bias), applied

@@ -362,6 +362,33 @@ def test_few_tokens_with_a_mask_in_inference_run_by_torchs_ops(kind, call, addit
         assert_close(call(model, x, mask, hidden), expected)
 
 
+@pytest.mark.parametrize("filling", [math.nan, math.inf, 1e300])
+@pytest.mark.parametrize(("dropout", "need_weights"), [(0.0, False), (0.0, True), (0.3, False)])
+def test_few_keys_of_padding_change_no_gradient(dropout, need_weights, filling):
+    model, hidden = few_model("MultiheadAttention").train(), PADDING["gaps"][0]
+    model.dropout = dropout
+    query, memory = random(B, T, D), random(B, T, D).detach()
+
+    def gradient(keys):
+        torch.manual_seed(0)
+        out, _ = model(query, keys, keys, key_padding_mask=hidden, need_weights=need_weights)
+        return gradients(out, [query])[0]
+
+    assert_close(gradient(memory.masked_fill(hidden[..., None], filling)), gradient(memory))
+
+
+@pytest.mark.parametrize("need_weights", [False, True])
+@pytest.mark.parametrize("additive", [False, True])
+def test_few_queries_that_see_no_key_have_no_gradient(additive, need_weights):
+    model, x, keys = few_model("MultiheadAttention").train(), random(B, T, D), random(B, T, D)
+    mask = torch.zeros(T, T, dtype=torch.bool).index_fill(0, torch.tensor(1), True)
+    mask = torch.zeros(T, T).double().masked_fill(mask, -math.inf) if additive else mask
+    query, key = gradients(model(x, keys, keys, attn_mask=mask, need_weights=need_weights)[0], [x, keys])
+    assert_close(query[:, 1], torch.zeros(B, D).double())
+    assert query.isfinite().all()
+    assert key.isfinite().all()
+
+
 @pytest.mark.parametrize("kind", FEW)
 def test_few_tokens_with_a_sequence_of_padding_alone_are_finite(kind):
     with torch.no_grad():

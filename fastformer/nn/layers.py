@@ -31,7 +31,7 @@ from fastformer.nn.modules import (
 )
 from fastformer.nn.multihead_attention import MultiheadAttention
 from fastformer.nn.options import LayerOptions, attention_options, check_options
-from fastformer.nn.packed_input import Masks
+from fastformer.nn.packed_input import Masks, hidden_keys
 from fastformer.packing import Layout, offsets_of
 
 Attention = Callable[[Tensor], Tensor]  # normalised input -> attention output, of the same shape
@@ -304,7 +304,10 @@ class TransformerEncoderLayer(_Layer, nn.TransformerEncoderLayer):
         attention, modules = self.self_attn, self._modules
         if src.dim() != 3 or type(attention) is not MultiheadAttention:
             return None
-        fused = mask_of_fused_ops(src, attention.num_heads, masks)
+        mask = masks.mask
+        if isinstance(mask, Tensor) and mask.is_floating_point() and (mask := hidden_keys(mask)) is None:
+            return None  # torch's layer takes every number except 0 as hidden: NaN with a bias
+        fused = mask_of_fused_ops(src, attention.num_heads, masks._replace(mask=mask))
         activation = 0 if fused is None else self.activation_relu_or_gelu
         if fused is None or not activation or not attention.batch_first or attention.num_heads % 2:
             return None

@@ -96,7 +96,7 @@ def pack_nested(
 
 
 def hidden_keys(padding: Tensor) -> Tensor | None:
-    """Return a key padding mask, bool or of 0 and -inf, as bool, True = padding; None for any other mask."""
+    """Return a mask of padding or attention, bool or of 0 and -inf, as bool, True = hidden; None for any other mask."""
     if not has_values(padding):
         return None
     if padding.dtype == torch.bool:

@@ -7,7 +7,6 @@ import math
 from collections.abc import Sequence
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from fastformer.functional.choice import DTYPES, is_torchs, runs_fused
@@ -123,7 +122,7 @@ def _plain(
     bias: Tensor | None = None,
 ) -> Tensor:
     """Compute torch's layer norm if centred, else RMS norm."""
-    return F.layer_norm(x, shape, weight, bias, eps) if centred else F.rms_norm(x, shape, weight, eps)  # type: ignore[arg-type]
+    return torch.layer_norm(x, shape, weight, bias, eps) if centred else torch.rms_norm(x, shape, weight, eps)  # type: ignore[arg-type]
 
 
 def _norm(

@@ -212,10 +212,10 @@ class MultiheadAttention(Projections):
                     query, key, key, D, H, *parameters, fused[0], weights, average, fused[1]
                 )
                 return outputs if fused[0] is None or is_finite(outputs[0]) else None
-        given = [m for m in (mask, padding) if m is not None]
-        if any(type(m) is not Tensor or not m.is_cpu or m.dtype not in (torch.bool, query.dtype) for m in given):
+        both_masks = [m for m in (mask, padding) if m is not None]
+        if any(type(m) is not Tensor or not m.is_cpu or m.dtype not in (torch.bool, query.dtype) for m in both_masks):
             return None
-        if trains and any(m.requires_grad for m in given):
+        if trains and any(m.requires_grad for m in both_masks):
             return None
         if not self._fits(query, key, key, padding, mask, rows, time) or not key.shape[time]:
             return None

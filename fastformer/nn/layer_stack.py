@@ -57,7 +57,8 @@ class Stack(nn.Module):
             in padding then change no other value, also if the batch runs padded. With False they spread within their
             sequence and into gradients of parameters, as in torch.
         checkpoint_activations: whether only the input of each layer is stored for backward, which computes the layer
-            again: the same bits, with less memory.
+            again: the same bits, with less memory. As with torch's checkpoint, that reads the module's own parameters
+            under `torch.func.functional_call`, too.
         mask_keywords: the arguments of a layer for the `Masks` of each of its attentions.
     """
 

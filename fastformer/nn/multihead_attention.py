@@ -204,7 +204,7 @@ class MultiheadAttention(Projections):
         dropout_p, trains = self.dropout if self.training else 0.0, self.training or torch.is_grad_enabled()
         native = key is query and rows == 0 and H % 2 == 0 and not trains
         out_proj, causal = self.out_proj, bool(stated) and padding is None and not weights
-        if native and not causal and self.in_proj_bias is not None:
+        if native and not causal and self.in_proj_bias is not None and out_proj.bias is not None:
             fused = mask_of_fused_ops(query, H, masks)
             if fused is not None:
                 parameters = self.in_proj_weight, self.in_proj_bias, out_proj.weight, out_proj.bias

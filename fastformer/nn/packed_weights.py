@@ -40,7 +40,7 @@ _ROWS_ON_INTEL = range(6, 25)
 _MIN_ROWS = 4
 # Elements of a packed weight: a call of oneDNN takes 20 us more, and the first call with each number of rows 650 us.
 _MIN_PACKED_SIZE = 1 << (19 if _IS_INTEL else 18)
-_DATA = Tensor.data.__get__, Tensor.data.__set__, Tensor.grad.__set__  # type: ignore[attr-defined]
+_DATA = Tensor.data.__get__, Tensor.data.__set__, Tensor.grad.__set__  # type: ignore[attr-defined, union-attr]
 _MAX_SLICES = 8  # cached slices of a weight: attention reads those of queries, keys, values, and keys with values
 
 
@@ -49,8 +49,9 @@ def pack_weights(model: nn.Module) -> None:
 
     Packs fp32 weights on the CPU, of nn.Linear and fastformer's MultiheadAttention, not of subclasses. A large weight
     is stored twice. The model can still be saved, moved and trained. Prune and parametrise it before, because
-    `weight.view(-1)` and, if it is large, `nn.Parameter(weight)` raise. An embedding that shares a weight keeps the
-    original parameter.
+    `weight.view(-1)` and, if it is large, `nn.Parameter(weight)` raise. Values written through NumPy, or through a
+    `.data` that was taken before the last call, are not noticed. An embedding that shares a weight keeps the original
+    parameter.
     """
     attentions = [x for x in model.modules() if isinstance(x, nn.MultiheadAttention)]
     unpacked = [x for x in attentions if type(x) is not DROP_INS[nn.MultiheadAttention]]

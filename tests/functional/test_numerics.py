@@ -244,6 +244,7 @@ def test_16_bits_are_as_accurate_as_in_sdpa(form, scale, autocast, dtype):
 
     exact = results(sdpa, torch.float64)
     actual, expected = (results(op, torch.float32 if autocast else dtype) for op in (computed, sdpa))
+    assert [x.dtype for x in actual] == [x.dtype for x in expected]
     for a, b, e in zip(actual, expected, exact, strict=True):
         assert (a - e).square().mean() <= 1.2**2 * (b - e).square().mean()
 

@@ -271,7 +271,8 @@ def weighted_sum(weights: Tensor, v: Tensor) -> Tensor:
     if not widens(v):  # `matmul` of more dimensions takes 5 to 10 us longer, with backward
         return torch.bmm(weights.flatten(0, -3), v.flatten(0, -3)).view(*weights.shape[:-1], v.shape[-1])
     with _without_autocast(v):
-        return weighted_sum(weights.float(), v.float()).to(product_dtype(v))
+        out = weighted_sum(weights.float(), v.float())
+    return out.to(product_dtype(v))
 
 
 def _without_autocast(x: Tensor) -> AbstractContextManager[None]:

@@ -201,10 +201,10 @@ class MultiheadAttention(Projections):
             return None
         if not self.is_torchs_formula() or not query.shape[2] == key.shape[2] == D:
             return None
-        dropout_p, trains = self.dropout if self.training else 0.0, self.training or torch.is_grad_enabled()
-        native = key is query and rows == 0 and H % 2 == 0 and not trains
+        trains = self.training or torch.is_grad_enabled()
         out_proj, causal = self.out_proj, bool(stated) and padding is None and not weights
-        if native and not causal and self.in_proj_bias is not None and out_proj.bias is not None:
+        native = key is query and rows == 0 and H % 2 == 0 and not trains and not causal
+        if native and self.in_proj_bias is not None and out_proj.bias is not None:
             fused = mask_of_fused_ops(query, H, masks)
             if fused is not None:
                 parameters = self.in_proj_weight, self.in_proj_bias, out_proj.weight, out_proj.bias
@@ -212,22 +212,27 @@ class MultiheadAttention(Projections):
                     query, key, key, D, H, *parameters, fused[0], weights, average, fused[1]
                 )
                 return outputs if fused[0] is None or is_finite(outputs[0]) else None
+        if key.shape[rows] != query.shape[rows] or not key.shape[time]:
+            return None
+        if causal:
+            mask = None  # torch ignores it then, whatever its sizes
+        elif stated and mask is None:
+            mask = causal_mask(query.shape[time], key.shape[time], query.device)
         both_masks = [m for m in (mask, padding) if m is not None]
         if any(type(m) is not Tensor or not m.is_cpu or m.dtype not in (torch.bool, query.dtype) for m in both_masks):
             return None
         if trains and any(m.requires_grad for m in both_masks):
             return None
-        if not self._fits(query, key, key, padding, mask, rows, time) or not key.shape[time]:
+        if both_masks and not self._fits(query, key, key, padding, mask, rows, time):
             return None
-        if stated and not causal and mask is None:
-            mask = causal_mask(query.shape[time], key.shape[time], query.device)
         q, k, v = (x.permute(rows, 2, time, 3) for x in self.project(query, key, key))
-        mask, key_mask = op_masks(None if causal else mask, padding, (len(q), H), 0, q.dtype)
-        mask = merge_masks(mask, None if key_mask is None else key_mask[:, None, None])
+        if both_masks:
+            mask, key_mask = op_masks(mask, padding, (len(q), H), 0, q.dtype)
+            mask = merge_masks(mask, None if key_mask is None else key_mask[:, None, None])
         if trains and mask is not None:
             if dead_rows(mask).any() or (padding is not None and not are_harmless(k, v)):
                 return None
-        applied = None
+        applied, dropout_p = None, self.dropout if self.training else 0.0
         if weights or dropout_p:  # on a CPU SDPA has no fused path with dropout
             if causal:
                 mask = ~causal_mask(q.shape[2], k.shape[2], q.device)

@@ -320,7 +320,7 @@ ROWS: dict[str, list[tuple[str, str, str]]] = {
         ("if mask is not None and not trains and not is_finite(out):", "if False:", FEW),
         ("if dead_rows(mask).any() or (", "if (",
          "nn/test_padding_free.py::test_few_queries_that_see_no_key_have_no_gradient"),
-        (" or (padding is not None and not are_harmless(k, v))", "",
+        (" or (states_padding and not are_harmless(k, v))", "",
          "nn/test_padding_free.py::test_few_keys_of_padding_change_no_gradient"),
         ("weights = weights.mean(1)",
          "weights = weights.sum(1)", ATTENTION + "test_every_option_with_every_mask_computes_what_torch_does"),

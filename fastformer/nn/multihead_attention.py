@@ -230,7 +230,8 @@ class MultiheadAttention(Projections):
             mask, key_mask = op_masks(mask, padding, (len(q), H), 0, q.dtype)
             mask = merge_masks(mask, None if key_mask is None else key_mask[:, None, None])
         if trains and mask is not None:
-            if dead_rows(mask).any() or (padding is not None and not are_harmless(k, v)):
+            states_padding = padding is not None or query.shape[time] == 1  # see `blank_padding`
+            if dead_rows(mask).any() or (states_padding and not are_harmless(k, v)):
                 return None
         applied, dropout_p = None, self.dropout if self.training else 0.0
         if weights or dropout_p:  # on a CPU SDPA has no fused path with dropout

@@ -364,14 +364,17 @@ def test_few_tokens_with_a_mask_in_inference_run_by_torchs_ops(kind, call, addit
 
 @pytest.mark.parametrize("filling", [math.nan, math.inf, 1e300])
 @pytest.mark.parametrize(("dropout", "need_weights"), [(0.0, False), (0.0, True), (0.3, False)])
-def test_few_keys_of_padding_change_no_gradient(dropout, need_weights, filling):
+@pytest.mark.parametrize("one_query", [False, True])
+def test_few_keys_of_padding_change_no_gradient(one_query, dropout, need_weights, filling):
     model, hidden = few_model("MultiheadAttention").train(), PADDING["gaps"][0]
     model.dropout = dropout
-    query, memory = random(B, T, D), random(B, T, D).detach()
+    query, memory = random(B, 1 if one_query else T, D), random(B, T, D).detach()
+    hidden = hidden[hidden.any(1)][:1] if one_query else hidden  # an attn_mask of one query states padding, too
+    masks = {"attn_mask" if one_query else "key_padding_mask": hidden}
 
     def gradient(keys):
         torch.manual_seed(0)
-        out, _ = model(query, keys, keys, key_padding_mask=hidden, need_weights=need_weights)
+        out, _ = model(query, keys, keys, **masks, need_weights=need_weights)
         return gradients(out, [query])[0]
 
     assert_close(gradient(memory.masked_fill(hidden[..., None], filling)), gradient(memory))

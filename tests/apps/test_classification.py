@@ -264,6 +264,15 @@ def test_what_a_classifier_cannot_do_is_refused_in_python_too() -> None:
             ClassificationDataConfig(labels=labels)  # type: ignore[arg-type]
 
 
+def test_a_classifier_has_no_dropout_after_its_model_was_trained() -> None:
+    classifier, _ = by_hand()
+    probabilities, weights = classifier.probabilities(["cat"]), classifier.attend("cat").weights
+    classifier.model.train()
+    torch.testing.assert_close(classifier.probabilities(["cat"]), probabilities)
+    classifier.model.train()
+    torch.testing.assert_close(classifier.attend("cat").weights, weights)
+
+
 def by_hand() -> tuple[Classifier, WordTokenizer]:
     tokenizer = WordTokenizer.from_lines([line.split("\t")[1] for line in LINES])
     config = ClassifierConfig(tokenizer.size, 3, d_model=16, heads=2, layers=1, feed_forward=16)

@@ -38,10 +38,10 @@ def class_logits(model: SequenceClassifier, sequences: Sequences, batch_size: in
 
 
 class Classifier:
-    """A classifier with its tokenizer and its labels, in evaluation mode.
+    """A classifier with its tokenizer and its labels.
 
     Args:
-        model: a trained model.
+        model: put into evaluation mode.
         tokenizer: the tokenizer that the model was trained with.
         labels: the names of the C classes, in order.
         max_length: most tokens of a text, bos counted; longer ones are cut, with a warning.
@@ -79,7 +79,8 @@ class Classifier:
         """Yield logits by batch; raise FloatingPointError for NaN, which argmax would take for the largest."""
         check_texts("texts", texts)
         check_value("batch_size", batch_size, int, at_least=1)
-        for logits in class_logits(self.model, self.encode(texts), batch_size):
+        model = self.model.eval()  # it may have been trained on since the last call
+        for logits in class_logits(model, self.encode(texts), batch_size):
             if bool(logits.isnan().any()):
                 raise FloatingPointError("the model's scores are not numbers: it has diverged")
             yield logits
@@ -99,7 +100,7 @@ class Classifier:
     def attend(self, text: str) -> AttentionMaps:
         """Compute every attention weight of the model that reads a text; row t has the weights of token t."""
         sequences, _ = encode_texts([text], self.tokenizer, self.max_length)
-        return attend_ids(self.model, sequences[0], self.tokenizer.pieces(sequences[0]), text)
+        return attend_ids(self.model.eval(), sequences[0], self.tokenizer.pieces(sequences[0]), text)
 
 
 @dataclass(frozen=True)

@@ -195,23 +195,18 @@ class MultiheadAttention(Projections):
         output shows it, and fastformer's op computes it again. In training gradients alone may be NaN, so the masks and
         keys are read before.
         """
-        (mask, padding, stated), D, H = masks, self.embed_dim, self.num_heads
+        (mask, padding, stated), D = masks, self.embed_dim
         time, rows = (1, 0) if self.batch_first else (0, 1)
         if type(key) is not Tensor or not key.is_cpu or key.is_nested or not query.dim() == key.dim() == 3:
             return None
         if not self.is_torchs_formula() or not query.shape[2] == key.shape[2] == D:
             return None
         trains = self.training or torch.is_grad_enabled()
-        out_proj, causal = self.out_proj, bool(stated) and padding is None and not weights
-        native = key is query and rows == 0 and H % 2 == 0 and not trains and not causal
-        if native and self.in_proj_bias is not None and out_proj.bias is not None:
-            fused = mask_of_fused_ops(query, H, masks)
-            if fused is not None:
-                parameters = self.in_proj_weight, self.in_proj_bias, out_proj.weight, out_proj.bias
-                outputs: tuple[Tensor, Tensor | None] = torch._native_multi_head_attention(
-                    query, key, key, D, H, *parameters, fused[0], weights, average, fused[1]
-                )
-                return outputs if fused[0] is None or is_finite(outputs[0]) else None
+        causal = bool(stated) and padding is None and not weights
+        if key is query and not trains and not causal:
+            outputs = self._run_fused_op(query, masks, weights, average)
+            if outputs is not None:
+                return outputs
         if key.shape[rows] != query.shape[rows] or not key.shape[time]:
             return None
         if causal:
@@ -227,7 +222,7 @@ class MultiheadAttention(Projections):
             return None
         q, k, v = (x.permute(rows, 2, time, 3) for x in self.project(query, key, key))
         if both_masks:
-            mask, key_mask = op_masks(mask, padding, (len(q), H), 0, q.dtype)
+            mask, key_mask = op_masks(mask, padding, (len(q), self.num_heads), 0, q.dtype)
             mask = merge_masks(mask, None if key_mask is None else key_mask[:, None, None])
         if trains and mask is not None:
             states_padding = padding is not None or query.shape[time] == 1  # see `blank_padding`
@@ -245,7 +240,23 @@ class MultiheadAttention(Projections):
         if mask is not None and not trains and not is_finite(out):
             return None
         out = out.permute((0, 2, 1, 3) if rows == 0 else (2, 0, 1, 3)).flatten(2)
-        return F.linear(out, out_proj.weight, out_proj.bias), applied
+        return F.linear(out, self.out_proj.weight, self.out_proj.bias), applied
+
+    def _run_fused_op(
+        self, x: Tensor, masks: Masks, weights: bool, average: bool
+    ) -> tuple[Tensor, Tensor | None] | None:
+        """Attend from x `[B, L, D]` to itself by torch's op for inference; return None if that cannot compute it."""
+        H, out_proj, in_bias = self.num_heads, self.out_proj, self.in_proj_bias
+        if not self.batch_first or H % 2 or in_bias is None or out_proj.bias is None:
+            return None
+        fused = mask_of_fused_ops(x, H, masks)
+        if fused is None:
+            return None
+        parameters = self.in_proj_weight, in_bias, out_proj.weight, out_proj.bias
+        outputs: tuple[Tensor, Tensor | None] = torch._native_multi_head_attention(
+            x, x, x, self.embed_dim, H, *parameters, fused[0], weights, average, fused[1]
+        )
+        return outputs if fused[0] is None or is_finite(outputs[0]) else None
 
     def is_torchs_formula(self) -> bool:
         """Return whether torch's own `forward` computes what this module does, from parameters of torch's class."""

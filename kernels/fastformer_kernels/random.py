@@ -5,7 +5,7 @@ seed, the row and the matrix; each element mixes its column into the key with tw
 upper 16 bits with a threshold. So the keep probability is quantised to 1/65536. The scale is the inverse of the
 quantised value, which keeps the expectation unchanged (`host.launch.threshold_and_scale`).
 
-The mixing stays within a thread; docs/kernels/shared.md compares it with Philox for every element.
+The mixing stays within a thread; benchmarks/NOTES.md compares it with Philox for every element.
 """
 
 import triton

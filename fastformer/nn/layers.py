@@ -301,18 +301,16 @@ class TransformerEncoderLayer(_Layer, nn.TransformerEncoderLayer):
 
     def _run_torchs_op(self, src: Tensor, masks: Masks) -> Tensor | None:
         """Run torch's op for a whole layer on few tokens `[B, S, D]`; return None if it does not compute this layer."""
-        attention, modules = self.self_attn, self._modules
-        if src.dim() != 3 or type(attention) is not MultiheadAttention:
+        attention, modules, mask = self.self_attn, self._modules, masks.mask
+        if src.dim() != 3 or type(attention) is not MultiheadAttention or not attention.batch_first:
             return None
-        mask = masks.mask
         if isinstance(mask, Tensor) and mask.is_floating_point() and (mask := hidden_keys(mask)) is None:
             return None  # torch's layer takes every number except 0 as hidden: NaN with a bias
         fused = mask_of_fused_ops(src, attention.num_heads, masks._replace(mask=mask))
-        activation = 0 if fused is None else self.activation_relu_or_gelu
-        if fused is None or not activation or not attention.batch_first or attention.num_heads % 2:
+        if fused is None or attention.num_heads % 2:
             return None
-        norms: Any = modules["norm1"], modules["norm2"]
-        if attention.training or norms[0].eps != norms[1].eps:
+        activation, norms = self.activation_relu_or_gelu, cast(Any, (modules["norm1"], modules["norm2"]))
+        if not activation or attention.training or norms[0].eps != norms[1].eps:
             return None
         own = attention.in_proj_weight, attention.in_proj_bias, attention.out_proj.weight, attention.out_proj.bias
         others: Any = [x for m in (*norms, modules["linear1"], modules["linear2"]) for x in (m.weight, m.bias)]
